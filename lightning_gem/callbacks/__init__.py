@@ -1,0 +1,6 @@
+"""Lightning callbacks."""
+
+from lightning_gem.callbacks.predictions import PredictionWriter
+from lightning_gem.callbacks.quality import QualityTable
+
+__all__ = ["PredictionWriter", "QualityTable"]

@@ -1,0 +1,353 @@
+"""Raw Arrow columns to NumPy arrays, as the schema says; no function here loops over rows.
+
+``where`` is the place that an error message names, such as ``"file x.parquet, row group 3"``.
+"""
+
+import hashlib
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from lightning_gem.data.columns import (
+    Column,
+    check_number,
+    fetch,
+    first_true,
+    is_text,
+    one_array,
+    to_bytes,
+    to_floats,
+    to_numpy,
+)
+from lightning_gem.data.schema import TIME_UNITS_PER_SECOND, DenseFeature, SparseFeature, Task
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+Floats: TypeAlias = npt.NDArray[np.float32]
+
+NULL_KEY = -1
+_NULL_CODE = np.uint64(0x6E756C6C_76616C75)
+_BLOCK = 1 << 15
+
+
+def encode_ids(
+    feature: SparseFeature, values: Column, vocabulary: pa.Array | None, where: str, out: Ints | None = None
+) -> Ints:
+    """Rows of the feature's table for raw values.
+
+    Nulls and NaN: ``hash`` gives them a row like any other value, ``vocabulary`` row 0, ``bucket`` the row after the
+    last bucket or, if the table has no such row, the last bucket; for ``index`` they are an error. Hashes depend on the
+    value, ``num_embeddings`` and the name of the table only: not on the width of integers, nor on whether whole numbers
+    are stored as floats, nor on the process.
+
+    Args:
+        feature: Says how to encode.
+        values: Flat raw values.
+        vocabulary: What :func:`fit_vocabulary` gave, for the ``vocabulary`` encoding.
+        where: Place that errors name.
+        out: Where to write the rows, for large columns.
+
+    Raises:
+        ValueError: If the values do not fit the encoding.
+    """
+    array = one_array(values)
+    if feature.encoding == "hash" and pa.types.is_integer(array.type):
+        return _hash_rows(_codes(array, ""), feature, out)
+    ids = _encode(feature, array, vocabulary, where)
+    if out is None:
+        return ids
+    out[:] = ids
+    return out
+
+
+def _encode(feature: SparseFeature, array: pa.Array, vocabulary: pa.Array | None, where: str) -> Ints:
+    if is_text(array.type):
+        array = array.dictionary_encode()
+    if not pa.types.is_dictionary(array.type):
+        return _encode_plain(feature, array, vocabulary, where)
+    distinct, indices = array.dictionary, array.indices
+    if indices.null_count:
+        indices = indices.fill_null(len(distinct))
+        distinct = pa.concat_arrays([distinct, pa.nulls(1, distinct.type)])
+    return _encode_plain(feature, distinct, vocabulary, where)[to_numpy(indices)]
+
+
+def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: pa.Array | None, where: str) -> Ints:
+    place = f"feature {feature.name!r} (column {feature.source!r}, {where})"
+    if feature.encoding == "hash":
+        return _hash_rows(_codes(array, place), feature)
+    if feature.encoding == "vocabulary":
+        if vocabulary is None:
+            raise ValueError(f"{place}: the vocabulary encoding needs a vocabulary: fit one on the training split")
+        try:
+            found = pc.index_in(array.cast(vocabulary.type), value_set=vocabulary)
+        except pa.ArrowInvalid as error:
+            raise ValueError(
+                f"{place}: values of type {array.type} do not fit the vocabulary of type {vocabulary.type} ({error}): "
+                "store the column with one type in all files"
+            ) from error
+        return to_numpy(found.fill_null(-1)).astype(np.int64) + 1
+    if feature.encoding == "bucket":
+        check_number(array, place)
+        numbers = to_floats(array)
+        ids = np.searchsorted(np.asarray(feature.boundaries, dtype=np.float64), numbers, side="right")
+        missing = np.isnan(numbers)
+        if missing.any():
+            ids[missing] = min(len(feature.boundaries) + 1, feature.num_embeddings - 1)
+        return ids
+    return _indices(array, feature.num_embeddings, place)
+
+
+def _indices(array: pa.Array, num_embeddings: int, place: str) -> Ints:
+    if not pa.types.is_integer(array.type):
+        raise ValueError(
+            f"{place}: the index encoding needs integers, not {array.type}: cast the column or use encoding: hash"
+        )
+    if array.null_count:
+        raise ValueError(f"{place}: null at position {first_true(array.is_null())}: fill it or use encoding: hash")
+    ids = to_numpy(array)
+    if len(ids) and (ids.min() < 0 or ids.max() >= num_embeddings):
+        value = int(ids[np.flatnonzero((ids < 0) | (ids >= num_embeddings))[0]])
+        raise ValueError(
+            f"{place}: value {value} is not in 0 .. {num_embeddings - 1}: raise num_embeddings above the largest value "
+            "or use encoding: hash"
+        )
+    return ids.astype(np.int64, copy=False)
+
+
+def _codes(array: pa.Array, place: str) -> npt.NDArray[np.uint64]:
+    """A 64-bit code per value; equal values have equal codes whatever their width."""
+    kind = array.type
+    missing = to_numpy(array.is_null()) if array.null_count else None
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind):
+        if array.null_count:
+            array = array.fill_null(False if pa.types.is_boolean(kind) else 0)
+        codes = to_numpy(array).astype(np.int64, copy=False).view(np.uint64)
+    elif pa.types.is_floating(kind):
+        numbers = to_floats(array)
+        nan = np.isnan(numbers)
+        missing = nan if nan.any() else None
+        whole = (np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
+        codes = np.where(whole, np.where(whole, numbers, 0).astype(np.int64), numbers.view(np.int64)).view(np.uint64)
+    elif is_text(kind):
+        digests = [hashlib.blake2b(value or b"", digest_size=8).digest() for value in to_bytes(array)]
+        codes = np.frombuffer(b"".join(digests), dtype="<u8")
+    else:
+        raise ValueError(
+            f"{place}: cannot hash values of type {kind}: store integers or strings, or leave the feature out"
+        )
+    return codes if missing is None else np.where(missing, _NULL_CODE, codes)
+
+
+def _hash_rows(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints | None = None) -> Ints:
+    """Mixes the codes, seeded by the table's name, and scales the upper half to the rows; in blocks that stay cached."""
+    digest = hashlib.blake2b((feature.table or feature.name).encode(), digest_size=8).digest()
+    seed = np.frombuffer(digest, dtype="<u8")[0]
+    half, rows = np.uint64(32), np.uint64(feature.num_embeddings)
+    out = np.empty(len(codes), dtype=np.int64) if out is None else out
+    buffer = np.empty(min(_BLOCK, len(codes)), dtype=np.uint64)
+    for start in range(0, len(codes), _BLOCK):
+        z = out[start : start + _BLOCK].view(np.uint64)
+        t = buffer[: len(z)]
+        np.bitwise_xor(codes[start : start + _BLOCK], seed, out=z)
+        np.multiply(z, np.uint64(0xBF58476D1CE4E5B9), out=z)
+        np.right_shift(z, half, out=t)
+        np.bitwise_xor(z, t, out=z)
+        np.multiply(z, np.uint64(0x94D049BB133111EB), out=z)
+        np.right_shift(z, half, out=z)
+        np.multiply(z, rows, out=z)
+        np.right_shift(z, half, out=z)
+    return out
+
+
+def fit_vocabulary(feature: SparseFeature, values: Column) -> pa.Array:
+    """Values with at least ``min_count`` occurrences, by descending count, then ascending value.
+
+    At most ``num_embeddings - 1`` of them: row 0 is for all others.
+    """
+    return top_values(feature, count_values(values))
+
+
+def count_values(values: Column) -> pa.Table:
+    """Distinct values (integers as int64, text as string) and their counts: columns ``values`` and ``counts``."""
+    array = one_array(values)
+    kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
+    if pa.types.is_floating(kind):
+        array = array.filter(pc.invert(pc.is_nan(array)))
+    for test, common in (
+        (pa.types.is_integer, pa.int64()),
+        (pa.types.is_floating, pa.float64()),
+        (is_text, pa.string()),
+    ):
+        if test(kind):
+            array = array.cast(common)
+    counts = array.drop_null().value_counts()
+    return pa.table({"values": counts.field("values"), "counts": counts.field("counts")})
+
+
+def top_values(feature: SparseFeature, counts: pa.Table) -> pa.Array:
+    """The vocabulary from counts, in which a value may appear several times (once per file, say)."""
+    total = counts.group_by("values").aggregate([("counts", "sum")])
+    total = total.filter(pc.field("counts_sum") >= feature.min_count)
+    total = total.sort_by([("counts_sum", "descending"), ("values", "ascending")])
+    return one_array(total.column("values").slice(0, feature.num_embeddings - 1))
+
+
+def fit_statistics(feature: DenseFeature, values: Column) -> tuple[float, float]:
+    """Mean and standard deviation of the finite values; a constant column has deviation 1.
+
+    Raises:
+        ValueError: If no value is finite.
+    """
+    return merge_moments(feature, [moments(feature, values, "training split")])
+
+
+def moments(feature: DenseFeature, values: Column, where: str) -> tuple[int, float, float]:
+    """Number, mean and sum of squared deviations of the finite values."""
+    array = one_array(values)
+    check_number(array, f"feature {feature.name!r} (column {feature.source!r}, {where})")
+    numbers = to_floats(array)
+    numbers = numbers[np.isfinite(numbers)]
+    if not len(numbers):
+        return 0, 0.0, 0.0
+    mean = float(numbers.mean())
+    return len(numbers), mean, float(np.square(numbers - mean).sum())
+
+
+def merge_moments(feature: DenseFeature, parts: list[tuple[int, float, float]]) -> tuple[float, float]:
+    """Mean and standard deviation of all parts together."""
+    total = sum(count for count, _, _ in parts)
+    if not total:
+        raise ValueError(
+            f"feature {feature.name!r}: column {feature.source!r} has no finite value in the training split: leave it "
+            "out of the schema"
+        )
+    mean = sum(count * part for count, part, _ in parts) / total
+    squares = sum(square + count * (part - mean) ** 2 for count, part, square in parts)
+    return mean, float(np.sqrt(squares / total)) or 1.0
+
+
+def encode_dense(feature: DenseFeature, values: Column, statistics: tuple[float, float] | None, where: str) -> Floats:
+    """Filled and transformed numbers.
+
+    Args:
+        feature: Says how to transform; its ``fill`` replaces nulls, NaN and infinities.
+        values: Flat raw values.
+        statistics: What :func:`fit_statistics` gave, for the ``standardize`` transform.
+        where: Place that errors name.
+
+    Raises:
+        ValueError: If values are not numbers, or not finite and there is no ``fill``.
+    """
+    place = f"feature {feature.name!r} (column {feature.source!r}, {where})"
+    array = one_array(values)
+    check_number(array, place)
+    numbers = to_floats(array) if feature.transform == "standardize" else to_floats(array, np.float32)
+    if feature.fill is not None:
+        numbers = np.where(np.isfinite(numbers), numbers, numbers.dtype.type(feature.fill))
+    if feature.transform == "log1p":
+        numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
+    elif feature.transform == "standardize":
+        if statistics is None:
+            raise ValueError(f"{place}: standardize needs statistics: fit them on the training split")
+        numbers = ((numbers - statistics[0]) / statistics[1]).astype(np.float32)
+    if not np.isfinite(numbers).all():
+        position = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise ValueError(
+            f"{place}: value {array[position].as_py()} at position {position} is not a finite float32 number: give the "
+            "feature a fill or clean the column"
+        )
+    return numbers
+
+
+def encode_times(column: str, values: Column, unit: str, where: str) -> Ints:
+    """Times in whole seconds.
+
+    Args:
+        column: Name that errors use.
+        values: Timestamps, dates, or numbers in ``unit``.
+        unit: Unit of plain numbers: s, ms, us or ns.
+        where: Place that errors name.
+
+    Raises:
+        ValueError: If values are no times, null or NaN.
+    """
+    array = one_array(values)
+    place = f"time column {column!r} ({where})"
+    if array.null_count:
+        raise ValueError(f"{place}: null at position {first_true(array.is_null())}: every row and event needs a time")
+    if pa.types.is_date(array.type):
+        array = array.cast(pa.timestamp("ms"))
+    if pa.types.is_timestamp(array.type):
+        unit = array.type.unit
+        array = array.cast(pa.int64())
+    per_second = TIME_UNITS_PER_SECOND[unit]
+    if pa.types.is_integer(array.type):
+        times = to_numpy(array).astype(np.int64, copy=False)
+        return times if per_second == 1 else times // per_second
+    if pa.types.is_floating(array.type):
+        numbers = to_floats(array)
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"{place}: NaN or infinite time: every row and event needs a time")
+        return np.floor(numbers / per_second).astype(np.int64)
+    raise ValueError(f"{place}: type {array.type} is no time: store integers in {unit} or Arrow timestamps")
+
+
+def encode_labels(tasks: list[Task], table: pa.Table | pa.RecordBatch, where: str) -> tuple[Floats, Floats]:
+    """Labels (NaN: missing) and weights (0: does not count), both ``(rows, tasks)``.
+
+    Raises:
+        ValueError: If a label is not 0, 1 or null, or a weight is null, NaN, infinite or negative.
+    """
+    labels = np.empty((table.num_rows, len(tasks)), dtype=np.float32)
+    weights = np.ones_like(labels)
+    names = [task.name for task in tasks]
+    for i, task in enumerate(tasks):
+        array = fetch(table, task.source, where, nulls=True)
+        place = f"task {task.name!r} (label column {task.source!r}, {where})"
+        check_number(array, place)
+        label = to_floats(array, np.float32)
+        missing = np.isnan(label)
+        bad = (label != 0) & (label != 1) & ~missing
+        if bad.any():
+            raise ValueError(
+                f"{place}: label {array[int(np.flatnonzero(bad)[0])].as_py()} is not 0, 1 or null: derive a 0/1 column"
+            )
+        if task.weight is not None:
+            array = fetch(table, task.weight, where)
+            place = f"task {task.name!r} (weight column {task.weight!r}, {where})"
+            check_number(array, place)
+            weight = to_floats(array, np.float32)
+            bad = ~(np.isfinite(weight) & (weight >= 0))
+            if bad.any():
+                raise ValueError(
+                    f"{place}: weight {array[int(np.flatnonzero(bad)[0])].as_py()} is not a finite number >= 0: write "
+                    "0 where a row must not count"
+                )
+            weights[:, i] = weight
+        if task.given is not None:
+            missing = missing | (labels[:, names.index(task.given)] != 1)
+        labels[:, i] = np.where(missing, np.float32(np.nan), label)
+        weights[missing, i] = 0
+    return labels, weights
+
+
+def encode_keys(column: str, values: Column, where: str) -> Ints:
+    """Integers as they are, text hashed to 63 bits, nulls :data:`NULL_KEY`.
+
+    Raises:
+        ValueError: If values are neither integers nor text.
+    """
+    array = one_array(values)
+    if pa.types.is_dictionary(array.type):
+        array = array.dictionary_decode()
+    if pa.types.is_integer(array.type):
+        filled = array.fill_null(NULL_KEY) if array.null_count else array
+        return to_numpy(filled).astype(np.int64, copy=False)
+    if not is_text(array.type):
+        raise ValueError(f"key column {column!r} ({where}) has type {array.type}: store integers or strings")
+    array = array.dictionary_encode()
+    keys = (_codes(array.dictionary, column) >> np.uint64(1)).view(np.int64)
+    return np.append(keys, NULL_KEY)[to_numpy(array.indices.fill_null(len(keys)))]

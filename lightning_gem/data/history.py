@@ -1,0 +1,115 @@
+"""Strictly earlier events as ranges: what histories, running counters and splits per user are made of.
+
+Rows come sorted by time. Nothing here loops over rows, and nothing of a row at or after a time enters its ranges.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from lightning_gem.data.rows import Ints
+
+
+@dataclass
+class Earlier:
+    """For every row the strictly earlier rows of its group.
+
+    Attributes:
+        order: Rows arranged by group, then time, int64 ``(num_rows,)``.
+        begins: The earlier rows of row ``i`` are ``order[begins[i] : ends[i]]``, latest last.
+        ends: See ``begins``.
+    """
+
+    order: Ints
+    begins: Ints
+    ends: Ints
+
+    def sums(self, values: Ints) -> Ints:
+        """Sum of whole numbers over the earlier rows: exact, so that later rows cannot change even a rounding."""
+        before = _exclusive_sums(values[self.order])
+        return before[self.ends] - before[self.begins]
+
+    def latest(self) -> Ints:
+        """The latest earlier row, or -1."""
+        return np.where(self.ends > self.begins, self.order[self.ends - 1], -1)
+
+
+def earlier_rows(groups: Ints, times: npt.NDArray[np.generic]) -> Earlier:
+    """Finds the strictly earlier rows of the same group; rows of the same time do not see each other.
+
+    Args:
+        groups: Group of each row.
+        times: Time of each row, ascending.
+    """
+    order = np.argsort(groups, kind="stable")
+    new_group = np.ones(len(order), dtype=bool)
+    new_group[1:] = groups[order[1:]] != groups[order[:-1]]
+    new_time = new_group.copy()
+    new_time[1:] |= times[order[1:]] != times[order[:-1]]
+    begins, ends = np.empty_like(order), np.empty_like(order)
+    begins[order] = _latest_true(new_group)
+    ends[order] = _latest_true(new_time)
+    return Earlier(order, begins, ends)
+
+
+def histories(earlier: Earlier, max_len: int, keep: npt.NDArray[np.bool_] | None = None) -> tuple[Ints, Ints, Ints]:
+    """Histories as ranges of one shared table of events.
+
+    Args:
+        earlier: Earlier rows by user.
+        max_len: Only the latest events are kept.
+        keep: Rows that are events of this history; all when not given.
+
+    Returns:
+        The rows that are the events, in the order of the table; and for every row the start and the length of its
+        history in it.
+    """
+    if keep is None:
+        keep = np.ones(len(earlier.order), dtype=bool)
+    kept = keep[earlier.order]
+    before = _exclusive_sums(kept.astype(np.int64))
+    stops = before[earlier.ends]
+    starts = np.maximum(before[earlier.begins], stops - max_len)
+    return earlier.order[kept], starts, stops - starts
+
+
+def running_rate(
+    group: Earlier, everyone: Earlier, outcome: npt.NDArray[np.float64], prior: float
+) -> npt.NDArray[np.float64]:
+    """Mean outcome of the earlier rows of the group, shrunk towards that of all earlier rows.
+
+    Args:
+        group: Earlier rows of the group.
+        everyone: Earlier rows of all.
+        outcome: 0, 1 or NaN, which does not count.
+        prior: Number of rows that the overall mean weighs. It is 0 before the first row.
+    """
+    known = (~np.isnan(outcome)).astype(np.int64)
+    positive = (outcome == 1).astype(np.int64)
+    overall = everyone.sums(positive) / np.maximum(everyone.sums(known), 1)
+    return (group.sums(positive) + prior * overall) / (group.sums(known) + prior)
+
+
+def group_codes(columns: list[pa.Array], num_rows: int) -> Ints:
+    """One integer per row, equal where all columns are equal; null equals null."""
+    codes = np.zeros(num_rows, dtype=np.int64)
+    for i, column in enumerate(columns):
+        encoded = column.dictionary_encode(null_encoding="encode")
+        codes = codes * len(encoded.dictionary) + encoded.indices.to_numpy(zero_copy_only=False)
+        if i:
+            # Keeps the product of the next column far from overflow.
+            codes = np.unique(codes, return_inverse=True)[1].reshape(-1)
+    return codes
+
+
+def _exclusive_sums(values: Ints) -> Ints:
+    sums = np.zeros(len(values) + 1, dtype=np.int64)
+    np.cumsum(values, out=sums[1:])
+    return sums
+
+
+def _latest_true(flags: npt.NDArray[np.bool_]) -> Ints:
+    """Position of the latest true flag at or before each position; the first flag must be true."""
+    return np.maximum.accumulate(np.where(flags, np.arange(len(flags)), 0))

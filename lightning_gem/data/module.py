@@ -1,0 +1,68 @@
+"""What all data modules share: splits as row sources, loaders for the ranks of the trainer."""
+
+from lightning.pytorch import LightningDataModule
+
+from lightning_gem.data.schema import Schema
+from lightning_gem.data.stream import BatchStream, RowSource, StreamLoader
+
+
+class RecDataModule(LightningDataModule):
+    """Base of the data modules: subclasses fill ``sources`` in ``setup``.
+
+    Args:
+        schema: Features, labels and keys of the data.
+        batch_size: Rows per batch and rank.
+        num_workers: Worker processes per loader; 0 reads in the training process.
+        shuffle_rows: Rows of the shuffle window of the training split.
+        seed: Seed of the shuffles.
+
+    Attributes:
+        sources: Row sources by split: ``train``, ``val``, ``test``, ``predict``. A missing ``predict`` falls back to
+            ``test``.
+    """
+
+    def __init__(
+        self, schema: Schema, batch_size: int, num_workers: int = 0, shuffle_rows: int = 65536, seed: int = 0
+    ) -> None:
+        super().__init__()
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be positive, not {batch_size}")
+        self.schema = schema
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.shuffle_rows = shuffle_rows
+        self.seed = seed
+        self.sources: dict[str, RowSource] = {}
+
+    def _loader(self, split: str, shuffle: bool = False) -> StreamLoader:
+        if split not in self.sources:
+            raise ValueError(f"{type(self).__name__} has no {split!r} split: there are {sorted(self.sources)}")
+        ranks = {"num_replicas": 1, "rank": 0}
+        if self.trainer is not None:
+            ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or ranks
+        stream = BatchStream(
+            self.sources[split],
+            self.batch_size,
+            rank=ranks["rank"],
+            world_size=ranks["num_replicas"],
+            shuffle_rows=self.shuffle_rows if shuffle else 0,
+            seed=self.seed,
+        )
+        on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
+        return StreamLoader(stream, self.num_workers, pin_memory=on_gpu)
+
+    def train_dataloader(self) -> StreamLoader:
+        """Batches of the training split, shuffled."""
+        return self._loader("train", shuffle=True)
+
+    def val_dataloader(self) -> StreamLoader:
+        """Batches of the validation split, in order."""
+        return self._loader("val")
+
+    def test_dataloader(self) -> StreamLoader:
+        """Batches of the test split, in order."""
+        return self._loader("test")
+
+    def predict_dataloader(self) -> StreamLoader:
+        """Batches to predict, in order."""
+        return self._loader("predict" if "predict" in self.sources else "test")

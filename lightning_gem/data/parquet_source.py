@@ -1,0 +1,302 @@
+"""Rows of Parquet files: Arrow tables encoded as the schema says, one small piece of a row group at a time."""
+
+import glob
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from torch.utils.data import get_worker_info
+
+from lightning_gem.data.columns import check_column, fetch, flatten, is_list
+from lightning_gem.data.encoding import encode_dense, encode_ids, encode_keys, encode_labels, encode_times
+from lightning_gem.data.fitting import Fitted, statistics_key, vocabulary_key
+from lightning_gem.data.rows import Bags, Events, Floats, Ints, Rows
+from lightning_gem.data.schema import DenseFeature, Schema, Sequence, SparseFeature
+
+# Pieces fit the caches of a core and bound the memory whatever the size of the row groups.
+_PIECE_ROWS = 16384
+
+
+def expand_paths(paths: str | list[str]) -> list[str]:
+    """Parquet files of a path, a folder (searched recursively), a glob pattern, or a list of them, without duplicates.
+
+    Raises:
+        FileNotFoundError: If a path, folder or pattern gives no file.
+    """
+    found: dict[str, None] = {}
+    for path in [paths] if isinstance(paths, str) else paths:
+        if os.path.isdir(path):
+            files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
+        else:
+            files = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+        if not files:
+            raise FileNotFoundError(f"no Parquet file at {path!r}: check the path")
+        found.update(dict.fromkeys(files))
+    return list(found)
+
+
+def read_pieces(path: str, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, str]]:
+    """Some columns of a file in pieces, each with its place for error messages."""
+    with _reading(f"file {path}"):
+        file = pq.ParquetFile(path)
+    for group in range(file.num_row_groups):
+        where = f"file {path}, row group {group}"
+        for column in columns:
+            check_column(file.schema_arrow, column, where, is_list(file.schema_arrow.field(column).type))
+        with _reading(where):
+            for piece in file.iter_batches(_PIECE_ROWS, row_groups=[group], columns=columns):
+                yield piece, where
+
+
+@dataclass
+class TableEncoder:
+    """Turns Arrow tables into rows.
+
+    Args:
+        schema: Says how.
+        fitted: What its vocabularies and statistics are.
+        labels: Whether the label columns must be there; otherwise all labels of a table without them are missing.
+    """
+
+    schema: Schema
+    fitted: Fitted
+    labels: bool = True
+
+    def flat_columns(self, names: list[str]) -> list[str]:
+        """Columns to read, of a file that has columns ``names``, other than those of sequences."""
+        schema = self.schema
+        columns = [feature.source for feature in schema.sparse] + [feature.source for feature in schema.dense]
+        columns += [column for column in (schema.timestamp, schema.user, schema.domain) if column]
+        if self._has_labels(names):
+            columns += [task.source for task in schema.tasks] + [task.weight for task in schema.tasks if task.weight]
+        return list(dict.fromkeys(columns))
+
+    def list_columns(self) -> list[str]:
+        """Columns of the sequences."""
+        columns = [
+            column
+            for sequence in self.schema.sequences
+            for column in (sequence.timestamp, *(feature.source for feature in [*sequence.features, *sequence.floats]))
+        ]
+        return list(dict.fromkeys(columns))
+
+    def _has_labels(self, names: list[str]) -> bool:
+        return self.labels or all(task.source in names for task in self.schema.tasks)
+
+    def encode(self, table: pa.Table | pa.RecordBatch, where: str, first_row: int) -> Rows:
+        """Encodes a table whose first row has number ``first_row`` in the split."""
+        schema, size = self.schema, table.num_rows
+        dense = np.empty((size, len(schema.dense)), dtype=np.float32)
+        for i, feature in enumerate(schema.dense):
+            dense[:, i] = self._dense(feature, fetch(table, feature.source, where, nulls=True), None, where)
+        if self._has_labels(table.schema.names):
+            labels, weights = encode_labels(schema.tasks, table, where)
+        else:
+            labels = np.full((size, len(schema.tasks)), np.nan, dtype=np.float32)
+            weights = np.zeros_like(labels)
+        times, user, domain = np.zeros((3, size), dtype=np.int64)
+        if schema.timestamp:
+            values = fetch(table, schema.timestamp, where, nulls=True)
+            times = encode_times(schema.timestamp, values, schema.time_unit, where)
+        if schema.user:
+            user = encode_keys(schema.user, fetch(table, schema.user, where, nulls=True), where)
+        if schema.domain:
+            feature = SparseFeature(schema.domain, schema.num_domains, encoding="index")
+            domain = encode_ids(feature, fetch(table, schema.domain, where, nulls=True), None, where)
+        return Rows(
+            dense=dense,
+            sparse={feature.name: self._bag(feature, table, where) for feature in schema.sparse},
+            sequences={sequence.name: self._events(sequence, table, where) for sequence in schema.sequences},
+            sequence_keys={sequence.name: sequence.keys for sequence in schema.sequences},
+            request_timestamps=times,
+            domain=domain,
+            labels=labels,
+            weights=weights,
+            user=user,
+            row=np.arange(first_row, first_row + size),
+        )
+
+    def _ids(
+        self, feature: SparseFeature, values: pa.Array, sequence: str | None, where: str, out: Ints | None = None
+    ) -> Ints:
+        vocabulary = self.fitted.vocabularies.get(vocabulary_key(feature, sequence))
+        return encode_ids(feature, values, vocabulary, where, out)
+
+    def _dense(self, feature: DenseFeature, values: pa.Array, sequence: str | None, where: str) -> Floats:
+        return encode_dense(feature, values, self.fitted.statistics.get(statistics_key(feature, sequence)), where)
+
+    def _bag(self, feature: SparseFeature, table: pa.Table | pa.RecordBatch, where: str) -> Bags:
+        column = feature.source
+        multi = column in table.schema.names and is_list(table.schema.field(column).type)
+        array = fetch(table, column, where, lists=multi, nulls=True)
+        if not multi:
+            return Bags.single(self._ids(feature, array, None, where))
+        values, lengths = flatten(array)
+        return Bags(self._ids(feature, values, None, where), np.cumsum(lengths) - lengths, lengths)
+
+    def _events(self, sequence: Sequence, table: pa.Table | pa.RecordBatch, where: str) -> Events:
+        columns = [feature.source for feature in [*sequence.features, *sequence.floats]]
+        values, lengths = flatten(fetch(table, sequence.timestamp, where, lists=True, nulls=True))
+        times = encode_times(sequence.timestamp, values, self.schema.time_unit, where)
+        flat = []
+        for column in columns:
+            values, other = flatten(fetch(table, column, where, lists=True, nulls=True))
+            if not np.array_equal(lengths, other):
+                row = int(np.flatnonzero(lengths != other)[0])
+                raise ValueError(
+                    f"sequence {sequence.name!r} ({where}): row {row} has {lengths[row]} values in "
+                    f"{sequence.timestamp!r}, but {other[row]} in {column!r}: all its columns need one value per event"
+                )
+            flat.append(values)
+        ends = np.cumsum(lengths)
+        self._check_ascending(sequence, times, ends, where)
+        ids = np.empty((len(sequence.features), len(times)), dtype=np.int64)
+        floats = np.empty((len(times), len(sequence.floats)), dtype=np.float32)
+        for i, feature in enumerate(sequence.features):
+            self._ids(feature, flat[i], sequence.name, where, out=ids[i])
+        for i, feature in enumerate(sequence.floats):
+            floats[:, i] = self._dense(feature, flat[len(sequence.features) + i], sequence.name, where)
+        kept = np.minimum(lengths, sequence.max_len)
+        return Events(ids, floats, times, ends - kept, kept, in_order=int(kept.sum()) == len(times))
+
+    @staticmethod
+    def _check_ascending(sequence: Sequence, times: Ints, ends: Ints, where: str) -> None:
+        falls = np.flatnonzero(times[1:] < times[:-1]) + 1
+        first_of_row = np.zeros(len(times) + 1, dtype=bool)
+        first_of_row[ends] = True
+        falls = falls[~first_of_row[falls]]
+        if len(falls):
+            row = int(np.searchsorted(ends, falls[0], side="right"))
+            raise ValueError(
+                f"sequence {sequence.name!r} ({where}): the times in {sequence.timestamp!r} of row {row} decrease from "
+                f"{times[falls[0] - 1]} s to {times[falls[0]]} s: sort each history by time, oldest first"
+            )
+
+
+class ParquetSource:
+    """Rows of one split. A chunk is a row group; pieces of it are decoded and encoded in order, each once.
+
+    Files are opened when first read, in whatever process that is.
+
+    Args:
+        paths: Files, see :func:`expand_paths`.
+        encoder: Encodes their tables.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If a file cannot be read, has no rows, or lacks a column.
+    """
+
+    def __init__(self, paths: str | list[str], encoder: TableEncoder) -> None:
+        self.encoder = encoder
+        self.chunk_sizes: list[int] = []
+        self._chunks: list[tuple[str, int, int]] = []
+        self._cursor: _Cursor | None = None
+        num_rows = 0
+        for path in expand_paths(paths):
+            for group, size in enumerate(_check_file(path, encoder)):
+                self.chunk_sizes.append(size)
+                self._chunks.append((path, group, num_rows))
+                num_rows += size
+
+    def read(self, chunk: int, start: int, stop: int) -> Rows:
+        """Rows ``start`` to ``stop`` of a row group, or fewer where a piece of it ends."""
+        cursor = self._cursor
+        # A forked worker inherits the cursor of its parent, and with it the parent's file and its threads' state.
+        if cursor is None or cursor.key != (chunk, os.getpid()) or start < cursor.start:
+            cursor = self._cursor = _Cursor((chunk, os.getpid()), self.encoder, *self._chunks[chunk])
+        return cursor.read(start, stop)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_cursor": None}
+
+
+class _Cursor:
+    """Goes through a row group piece by piece."""
+
+    def __init__(self, key: tuple[int, int], encoder: TableEncoder, path: str, group: int, first_row: int) -> None:
+        self.key = key
+        self.start = 0
+        self._encoder = encoder
+        self._first_row = first_row
+        self._where = f"file {path}, row group {group}"
+        self._rows: Rows | None = None
+        self._size = 0
+        threads = get_worker_info() is None and pa.cpu_count() > 1
+        with _reading(self._where):
+            file = pq.ParquetFile(path)
+            columns = [*encoder.flat_columns(file.schema_arrow.names), *encoder.list_columns()]
+            self._pieces = file.iter_batches(_PIECE_ROWS, row_groups=[group], columns=columns, use_threads=threads)
+        # Outside of workers, Arrow decodes the next piece while this one is encoded and trained on.
+        self._pool = ThreadPoolExecutor(1) if threads else None
+        self._ahead = self._pool.submit(next, self._pieces, None) if self._pool else None
+
+    def read(self, start: int, stop: int) -> Rows:
+        """Rows from ``start`` to ``stop`` or the end of the piece."""
+        while start >= self.start + self._size:
+            piece = self._next()
+            self.start += self._size
+            self._size = piece.num_rows
+            self._rows = None
+            if start < self.start + self._size:
+                self._rows = self._encoder.encode(piece, self._where, self._first_row + self.start)
+        assert self._rows is not None
+        return self._rows.take(slice(start - self.start, stop - self.start))
+
+    def _next(self) -> pa.RecordBatch:
+        with _reading(self._where):
+            if self._pool is None or self._ahead is None:
+                return next(self._pieces)
+            piece = self._ahead.result()
+            self._ahead = self._pool.submit(next, self._pieces, None)
+            return piece
+
+
+def _check_file(path: str, encoder: TableEncoder) -> list[int]:
+    """Sizes of the row groups of a file, once its columns and types are found to suit."""
+    where = f"file {path}"
+    with _reading(where):
+        file = pq.ParquetFile(path)
+    if not file.metadata.num_rows:
+        raise ValueError(
+            f"{where} has no rows ({file.num_row_groups} row groups): remove it from the split or write it again"
+        )
+    # Encoding no rows checks the presence and the types of all columns.
+    encoder.encode(file.schema_arrow.empty_table(), where, 0)
+    for column in [*encoder.flat_columns(file.schema_arrow.names), *encoder.list_columns()]:
+        _check_not_null(file, column, where)
+    return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+
+
+def _check_not_null(file: pq.ParquetFile, column: str, where: str) -> None:
+    """Raises if a column of the file has no value, as far as the statistics of the file tell."""
+    leaves = [i for i, leaf in enumerate(file.schema) if leaf.path == column or leaf.path.startswith(f"{column}.")]
+    for group in range(file.num_row_groups):
+        chunk = file.metadata.row_group(group).column(leaves[0])
+        statistics = chunk.statistics
+        if statistics is None or not statistics.has_null_count or statistics.null_count < chunk.num_values:
+            return
+    # Empty lists count as nulls in the statistics, but are legal.
+    with _reading(where):
+        values = file.read(columns=[column]).column(0)
+    if values.null_count == len(values):
+        raise ValueError(f"column {column!r} ({where}) holds only nulls: fill it or leave it out of the schema")
+
+
+@contextmanager
+def _reading(where: str) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pa.ArrowException, OSError) as error:
+        raise ValueError(
+            f"{where} is not readable Parquet ({error}): it is truncated or corrupt, write it again"
+        ) from error

@@ -1,0 +1,107 @@
+"""Rows from Parquet files of any size."""
+
+from pathlib import Path
+from typing import Any
+
+from lightning_gem.data.cache import atomic_directory, default_cache_dir, fingerprint
+from lightning_gem.data.fitting import Fitted, features_to_fit, fit
+from lightning_gem.data.module import RecDataModule
+from lightning_gem.data.parquet_source import ParquetSource, TableEncoder, expand_paths, read_pieces
+from lightning_gem.data.schema import Schema
+
+_SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict", "test")}
+
+
+class ParquetStream(RecDataModule):
+    """Streams Parquet files with flat and list columns.
+
+    A request feature may be flat or a list column (several values per request); the columns of a sequence are list
+    columns with one entry per event, oldest first. Each split is a file, a folder (all ``*.parquet`` below it), a glob
+    pattern, or a list of them. Row groups of some 10,000 to 100,000 rows suit best: their order is shuffled, and a
+    worker that starts within one must decode what is before.
+
+    Args:
+        schema: Features, labels and keys of the data.
+        train: Training split.
+        val: Validation split.
+        test: Test split.
+        predict: Rows to predict; label columns may be absent. By default those of ``test``.
+        batch_size: Rows per batch and rank.
+        num_workers: Worker processes per loader; 0 reads in the training process.
+        shuffle_rows: Rows of the shuffle window of the training split, all of which are held in memory.
+        seed: Seed of the shuffles.
+        cache_dir: Where vocabularies and statistics of the training split are kept; ``~/.cache/lightning_gem`` by
+            default.
+    """
+
+    def __init__(
+        self,
+        schema: Schema,
+        train: str | list[str] | None = None,
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        predict: str | list[str] | None = None,
+        batch_size: int = 1024,
+        num_workers: int = 0,
+        shuffle_rows: int = 65536,
+        seed: int = 0,
+        cache_dir: str | None = None,
+    ) -> None:
+        super().__init__(schema, batch_size, num_workers, shuffle_rows, seed)
+        self.paths = {"train": train, "val": val, "test": test, "predict": predict}
+        self.cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
+        self._fitted: Fitted | None = None
+
+    def prepare_data(self) -> None:
+        """Fits vocabularies and statistics, if the schema needs any, once per machine."""
+        self._fit()
+
+    def setup(self, stage: str) -> None:
+        """Opens the files of the splits that ``stage`` needs.
+
+        Raises:
+            FileNotFoundError: If a path gives no file.
+            ValueError: If a file does not suit the schema.
+        """
+        if self._fitted is None:
+            self._fitted = self._fit()
+        for split in _SPLITS[stage]:
+            paths = self.paths[split]
+            if paths is not None and split not in self.sources:
+                encoder = TableEncoder(self.schema, self._fitted, labels=split != "predict")
+                self.sources[split] = ParquetSource(paths, encoder)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Identifies the vocabularies and statistics that the model was trained with."""
+        return {"fitted": self._fitted.digest()} if self._fitted else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Compares them.
+
+        Raises:
+            ValueError: If they differ, so that the ids of the checkpoint would mean other things.
+        """
+        if self._fitted and state_dict.get("fitted", self._fitted.digest()) != self._fitted.digest():
+            raise ValueError(
+                "the checkpoint was trained with other vocabularies or statistics than those of the training split "
+                f"{self.paths['train']!r}: give the training split that the checkpoint was trained on"
+            )
+
+    def _fit(self) -> Fitted:
+        sparse, dense = features_to_fit(self.schema)
+        if not sparse and not dense:
+            return Fitted()
+        if self.paths["train"] is None:
+            feature = [*sparse, *dense][0][1]
+            raise ValueError(
+                f"feature {feature.name!r} learns its encoding from the training split: give train, even where only "
+                "other splits are read"
+            )
+        files = expand_paths(self.paths["train"])
+        folder = self.cache_dir / f"fitted-{fingerprint(files, [sparse, dense])}"
+        if not folder.exists():
+            columns = list(dict.fromkeys(feature.source for _, feature in [*sparse, *dense]))
+            fitted = fit(self.schema, (piece for file in files for piece in read_pieces(file, columns)))
+            with atomic_directory(folder) as temporary:
+                fitted.save(temporary)
+        return Fitted.load(folder)

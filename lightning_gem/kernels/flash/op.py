@@ -1,0 +1,141 @@
+"""Public op: jagged softmax attention."""
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from lightning_gem.kernels.checks import autocast, check_qkv, check_sequences, check_window
+from lightning_gem.kernels.flash.reference import attention_bucketed
+
+
+@overload
+def jagged_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attn_bias: Tensor | None = None,
+    broadcast_query: bool = False,
+    return_lse: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def jagged_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attn_bias: Tensor | None = None,
+    broadcast_query: bool = False,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def jagged_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    *,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attn_bias: Tensor | None = None,
+    broadcast_query: bool = False,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Softmax attention over packed sequences of different lengths, without padding in the interface.
+
+    A token attends to the keys of its own sequence only. Sequences may be empty; a query that sees no key returns 0 and
+    receives gradient 0. Rows from ``cu_seqlens[-1]`` on ("slack") belong to no sequence: they are never read, and come
+    back as zeros in outputs and gradients.
+
+    The layout and the names are those of flash-attn's variable-length functions. Method: Jagged Flash Attention (Xu et
+    al., 2024, https://arxiv.org/abs/2409.15373) after FlashAttention-2 (Dao, https://arxiv.org/abs/2307.08691).
+
+    Args:
+        query: (total_q, H, D), bfloat16, float16, float32 or float64; (S, H, D) with ``broadcast_query``.
+        key: (total_k, Hkv, D), where Hkv divides H: query head h reads key head h // (H / Hkv).
+        value: (total_k, Hkv, Dv); Dv may differ from D.
+        cu_seqlens_q: Query offsets (B+1,), int32 or int64; None with ``broadcast_query``.
+        cu_seqlens_k: Key offsets (B+1,); None takes ``cu_seqlens_q`` (self-attention).
+        max_seqlen_q: Upper bound of the query lengths; None has it computed, which may wait for the GPU.
+        max_seqlen_k: The same for keys.
+        softmax_scale: Factor on Q K^T; None is 1 / sqrt(D).
+        causal: Hide keys to the right. Unequal lengths are aligned at the end: the last query sees the last key.
+        window_size: Keys visible (left, right) of the own position, in the same alignment; -1 is unlimited.
+        attn_bias: Added to the scaled scores: (B or 1, H or 1, at least the longest query, at least the longest key),
+            float; -inf hides a key.
+        broadcast_query: ``query`` is one set of S queries for all sequences; sequence b returns rows b*S to b*S+S.
+        return_lse: Also return the log of the softmax denominators.
+
+    Returns:
+        (total_q, H, Dv), or (B*S, H, Dv) with ``broadcast_query``, in the dtype of ``query`` (autocast: in its dtype).
+        With ``return_lse`` also (H, total_q) float32 (float64 for float64), -inf where a query sees no key.
+
+    Raises:
+        ValueError: For shapes, dtypes, devices or offsets that do not fit together. Values of offsets are checked only
+            where they are on a CPU.
+    """
+    query, key, value = autocast(query, key, value)
+    check_qkv(query, key, value)
+    cu_seqlens_k = check_sequences(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, broadcast_query)
+    check_window(window_size)
+    if attn_bias is not None:
+        num_sequences, num_heads = len(cu_seqlens_k) - 1, query.shape[1]
+        longest_q = len(query) if cu_seqlens_q is None else _longest(cu_seqlens_q)
+        _check_bias(attn_bias, num_sequences, num_heads, longest_q, _longest(cu_seqlens_k))
+    with torch.autocast(query.device.type, enabled=False):
+        out, lse = attention_bucketed(
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            softmax_scale=query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale,
+            causal=causal,
+            window_size=window_size,
+            attn_bias=attn_bias,
+            return_lse=return_lse,
+        )
+    return out if lse is None else (out, lse)
+
+
+def _longest(cu_seqlens: Tensor) -> int:
+    """Longest sequence; 1 where there is none, or where looking would wait for a GPU."""
+    return max(1, int(cu_seqlens.diff().max())) if cu_seqlens.device.type == "cpu" and len(cu_seqlens) > 1 else 1
+
+
+def _check_bias(attn_bias: Tensor, num_sequences: int, num_heads: int, longest_q: int, longest_k: int) -> None:
+    fits = (
+        attn_bias.ndim == 4
+        and attn_bias.is_floating_point()
+        and attn_bias.shape[0] in (1, num_sequences)
+        and attn_bias.shape[1] in (1, num_heads)
+        and attn_bias.shape[2] >= longest_q
+        and attn_bias.shape[3] >= longest_k
+    )
+    if not fits:
+        raise ValueError(
+            f"attn_bias must be float (1 or {num_sequences}, 1 or {num_heads}, >= {longest_q}, >= {longest_k}), "
+            f"got {attn_bias.dtype} {tuple(attn_bias.shape)}: lay it out per sequence, padded to the longest"
+        )

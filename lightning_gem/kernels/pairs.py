@@ -1,0 +1,59 @@
+"""Exact numbers of (query, key) pairs, from lengths: what attention FLOPs are counted from.
+
+One pair costs 2 * H * (Dqk + Dv) FLOPs forward: one multiply-add per feature for Q K^T and for P V. Lengths are those
+of a batch, (B,), as a tensor, an ndarray or a list of ints; reading them from a GPU would wait for it, so pass the CPU
+copy. Every function returns one int: exactly the pairs that the masks of the ops show, edges of windows and short last
+blocks included.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Lengths: TypeAlias = Union[Tensor, "np.ndarray", Sequence[int]]
+
+
+def full_pairs(lengths: Lengths) -> int:
+    """Full self-attention: sum of T^2."""
+    t = _as_int64(lengths)
+    return int((t * t).sum())
+
+
+def causal_pairs(lengths: Lengths) -> int:
+    """Causal self-attention: sum of T (T + 1) / 2."""
+    t = _as_int64(lengths)
+    return int((t * (t + 1) // 2).sum())
+
+
+def window_pairs(lengths: Lengths, window: int) -> int:
+    """Self-attention with ``window_size=(window, window)``: T (2w + 1) - w (w + 1), where w is at most T - 1."""
+    t = _as_int64(lengths)
+    w = (t - 1).clamp(min=0, max=window)
+    return int((t * (2 * w + 1) - w * (w + 1)).sum())
+
+
+def causal_window_pairs(lengths: Lengths, window: int) -> int:
+    """Causal self-attention with ``window_size=(window, 0)``: T (w + 1) - w (w + 1) / 2, where w is at most T - 1."""
+    t = _as_int64(lengths)
+    w = (t - 1).clamp(min=0, max=window)
+    return int((t * (w + 1) - w * (w + 1) // 2).sum())
+
+
+def block_pairs(lengths: Lengths, block_size: int) -> int:
+    """Block-diagonal self-attention: whole blocks at c^2, and the short last one at the square of its length."""
+    t = _as_int64(lengths)
+    return int((t // block_size * block_size**2 + (t % block_size) ** 2).sum())
+
+
+def cross_pairs(lengths_q: Lengths | int, lengths_k: Lengths | int) -> int:
+    """Cross-attention: sum of Tq Tk. An int stands for the same length in every sequence (seeds, dense keys)."""
+    return int((_as_int64(lengths_q) * _as_int64(lengths_k)).sum())
+
+
+def _as_int64(lengths: Lengths | int) -> Tensor:
+    return torch.as_tensor(lengths, dtype=torch.int64)

@@ -1,0 +1,66 @@
+"""Mixture of Wukong experts: dense experts in parallel, no router."""
+
+import torch
+from torch import Tensor, nn
+
+from lightning_gem.models.config import ExpertsConfig
+from lightning_gem.models.functional import activate, rms_norm
+
+
+class WukongExperts(nn.Module):
+    """``num_experts`` Wukong blocks (arXiv 2403.02545) as batched GEMMs; all parameters have the experts first.
+
+    Expert ``m`` on its tokens ``X`` (``n x d``): ``F = MLP(norm(flatten(X (X^T Y))))`` reshaped to tokens, ``C = L X``,
+    ``out = norm([F || C] + R X)``.
+
+    Args:
+        num_tokens: Tokens in; divisible by the number of experts in mode ``partition``.
+        width: Width of the tokens.
+        config: Sizes and mode.
+        activation: Activation of the MLPs.
+    """
+
+    def __init__(self, num_tokens: int, width: int, config: ExpertsConfig, activation: str) -> None:
+        super().__init__()
+        self.config = config
+        self.activation = activation
+        experts, rank, hidden = config.num_experts, config.rank, config.hidden
+        self.num_tokens = num_tokens // experts if config.mode == "partition" else num_tokens
+        num_out = config.num_fm_tokens + config.num_linear_tokens
+        sizes = [self.num_tokens * rank, *[hidden] * (config.depth - 1), config.num_fm_tokens * width]
+        self.low_rank = nn.Parameter(torch.empty(experts, self.num_tokens, rank))
+        self.mlp = nn.ParameterList(
+            nn.Parameter(torch.empty(experts, fan_in, fan_out))
+            for fan_in, fan_out in zip(sizes[:-1], sizes[1:], strict=True)
+        )
+        self.linear = nn.Parameter(torch.empty(experts, config.num_linear_tokens, self.num_tokens))
+        self.residual = nn.Parameter(torch.empty(experts, num_out, self.num_tokens))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all weights with the variance of one over the fan-in."""
+        nn.init.normal_(self.low_rank, std=self.num_tokens**-0.5)
+        for weight in self.mlp:
+            nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        nn.init.normal_(self.linear, std=self.num_tokens**-0.5)
+        nn.init.normal_(self.residual, std=self.num_tokens**-0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps ``(B, num_tokens, width)`` to the experts' tokens ``(B, n, width)``."""
+        config = self.config
+        if config.mode == "partition":
+            x = x.unflatten(1, (config.num_experts, self.num_tokens)).transpose(0, 1)
+        else:
+            x = x.unsqueeze(0).expand(config.num_experts, *x.shape)
+        batch, width = x.shape[1], x.shape[3]
+        # (M, B, n, d) times (M, 1, d, k), where the second factor is X^T Y.
+        projected = x.transpose(2, 3) @ self.low_rank.unsqueeze(1)
+        hidden = rms_norm((x @ projected).flatten(2))
+        for i, weight in enumerate(self.mlp):
+            hidden = torch.bmm(hidden, weight)
+            if i < len(self.mlp) - 1:
+                hidden = activate(hidden, self.activation)
+        machine = hidden.view(config.num_experts, batch, config.num_fm_tokens, width)
+        linear = self.linear.unsqueeze(1) @ x
+        out = rms_norm(torch.cat([machine, linear], dim=2) + self.residual.unsqueeze(1) @ x)
+        return out.transpose(0, 1).flatten(1, 2) if config.mode == "partition" else out.sum(dim=0)

@@ -1,0 +1,118 @@
+"""One optimizer object over two worlds: dense parameters, and embedding tables that are updated inside backward.
+
+TorchRec attaches the optimizer of a table to the table's parameter, to be run as soon as its gradient is there; sharding
+then fuses it into the lookup kernel. Lightning knows only optimizers with ``step``. ``DenseAndTables`` joins both, so that
+schedulers, checkpoints and loggers see one optimizer whose last parameter group holds the learning rate of the tables.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward
+from torch.optim import Optimizer
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+TABLES = "tables"
+
+
+def table_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters of all TorchRec collections inside ``module``, by their qualified names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, child in module.named_modules()
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection)
+        for name, parameter in child.named_parameters()
+    }
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """All other trainable parameters."""
+    tables = {id(parameter) for parameter in table_parameters(module).values()}
+    return [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in tables]
+
+
+def attach_table_optimizer(module: nn.Module, lr: float, eps: float, in_backward: bool) -> None:
+    """Attaches row-wise AdaGrad to every table (one accumulated square per row; source: TorchRec, FBGEMM).
+
+    Args:
+        module: Any module with TorchRec collections inside, already on its device.
+        lr: Learning rate.
+        eps: Added to the root of the accumulated squares.
+        in_backward: Update each table as soon as its gradient is there. False where gradients are still to be averaged
+            over ranks after the backward of a table (DDP).
+    """
+    fresh = [p for p in table_parameters(module).values() if not hasattr(p, "_in_backward_optimizers")]
+    _apply_optimizer_in_backward(RowWiseAdagrad, fresh, {"lr": lr, "eps": eps}, register_hook=in_backward)
+
+
+class DenseAndTables(Optimizer):
+    """A dense optimizer whose last parameter group stands for the tables.
+
+    Args:
+        dense: Optimizer of the dense parameters.
+        tables: Table parameters by name, with an optimizer attached by :func:`attach_table_optimizer`.
+        lr: Learning rate of the tables.
+        in_backward: Whether the tables update themselves in backward; else they are stepped with the dense parameters.
+    """
+
+    def __init__(self, dense: Optimizer, tables: dict[str, nn.Parameter], lr: float, in_backward: bool) -> None:
+        self.dense = dense
+        self.in_backward = in_backward
+        self.tables = {
+            name: optimizer for name, parameter in tables.items() for optimizer in parameter._in_backward_optimizers
+        }
+        group = {"params": [], "lr": lr, "name": TABLES}
+        # The base class is told of no parameters: groups and state are views of the dense optimizer's.
+        super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
+        self.param_groups = [*dense.param_groups, group]
+        self.state = dense.state
+        self.defaults = dense.defaults
+        self._push_learning_rate()
+
+    def _push_learning_rate(self) -> None:
+        for optimizer in self.tables.values():
+            for group in optimizer.param_groups:
+                group["lr"] = self.param_groups[-1]["lr"]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients and hands the tables the learning rate of the coming backward."""
+        self.dense.zero_grad(set_to_none)
+        for optimizer in self.tables.values():
+            optimizer.zero_grad(set_to_none)
+        self._push_learning_rate()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Runs ``closure`` (which may update the tables in its backward), then steps what is left to step."""
+        result = self.dense.step(closure)
+        if not self.in_backward:
+            self._push_learning_rate()
+            for optimizer in self.tables.values():
+                optimizer.step()
+        return result
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of both, the tables' by name."""
+        return {
+            "dense": self.dense.state_dict(),
+            "tables": {name: optimizer.state_dict()["state"] for name, optimizer in self.tables.items()},
+            "tables_group": {key: value for key, value in self.param_groups[-1].items() if key != "params"},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: If the tables are not the same.
+        """
+        saved, own = set(state_dict["tables"]), set(self.tables)
+        if saved != own:
+            raise ValueError(f"the checkpoint has optimizer state of other tables: {sorted(saved ^ own)[:4]} differ")
+        self.dense.load_state_dict(state_dict["dense"])
+        for name, optimizer in self.tables.items():
+            optimizer.load_state_dict({**optimizer.state_dict(), "state": state_dict["tables"][name]})
+        self.param_groups = [*self.dense.param_groups, {**self.param_groups[-1], **state_dict["tables_group"]}]
+        self.state = self.dense.state
+        self._push_learning_rate()
