@@ -12,7 +12,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_gem.callbacks import PredictionWriter, QualityTable
+from lightning_gem.callbacks import PredictionWriter, QualityTable, ResumableCheckpoint
 from lightning_gem.data import RecDataModule
 from lightning_gem.models import GEMModule
 
@@ -51,7 +51,7 @@ class GEMCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the link and the callbacks that are always on."""
         parser.link_arguments("data.schema", "model.schema", apply_on="instantiate")
-        parser.add_lightning_class_args(ModelCheckpoint, "checkpoint")
+        parser.add_lightning_class_args(ResumableCheckpoint, "checkpoint")
         parser.set_defaults(
             {
                 "checkpoint.monitor": "val/ne",

@@ -62,7 +62,8 @@ class DenseAndTables(Optimizer):
         self.dense = dense
         self.in_backward = in_backward
         self.tables = {
-            name: optimizer for name, parameter in tables.items() for optimizer in parameter._in_backward_optimizers
+            name: getattr(parameter, "_in_backward_optimizers")[0]  # noqa: B009 - set by torch, unknown to type checkers
+            for name, parameter in tables.items()
         }
         group = {"params": [], "lr": lr, "name": TABLES}
         # The base class is told of no parameters: groups and state are views of the dense optimizer's.
@@ -84,7 +85,7 @@ class DenseAndTables(Optimizer):
             optimizer.zero_grad(set_to_none)
         self._push_learning_rate()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs ``closure`` (which may update the tables in its backward), then steps what is left to step."""
         result = self.dense.step(closure)
         if not self.in_backward:

@@ -9,12 +9,14 @@ except (ImportError, OSError) as error:
     ) from error
 
 from lightning_gem.data.batch import EventSequence, RecBatch
+from lightning_gem.data.interaction_log import InteractionLog
 from lightning_gem.data.module import RecDataModule
 from lightning_gem.data.schema import DenseFeature, Schema, Sequence, SparseFeature, Task
 
 __all__ = [
     "DenseFeature",
     "EventSequence",
+    "InteractionLog",
     "RecBatch",
     "RecDataModule",
     "Schema",

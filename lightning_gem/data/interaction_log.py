@@ -96,7 +96,6 @@ class InteractionLog(RecDataModule):
         )
         super().__init__(self.config.schema, batch_size, num_workers, shuffle_rows, seed)
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()
-        self._fitted: Fitted | None = None
 
     def _folder(self) -> Path:
         files = [*self.config.log, *(join.path for join in self.config.joins)]
@@ -122,29 +121,7 @@ class InteractionLog(RecDataModule):
             )
         names = [path.stem.removeprefix("split_") for path in folder.glob("split_*.npy")]
         self.sources = {name: LogSource(folder, name, self.schema) for name in names}
-        self._fitted = Fitted.load(folder)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Identifies the vocabularies and statistics that the model was trained with."""
-        return {"fitted": self._fitted.digest()} if self._fitted else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compares them.
-
-        Raises:
-            ValueError: If they differ, so that the ids of the checkpoint would mean other things.
-        """
-        if self._fitted and state_dict.get("fitted", self._fitted.digest()) != self._fitted.digest():
-            raise ValueError(
-                "the checkpoint was trained with other vocabularies or statistics than those of the training split of "
-                f"{', '.join(self.config.log)}: give the log, joins and split that the checkpoint was trained on"
-            )
-
-    def val_dataloader(self) -> Any:
-        """Batches of the validation split, in order; without one, ``fit`` gets no loader and skips validation."""
-        if "val" not in self.sources and self.trainer is not None and self.trainer.state.fn == "fit":
-            return []
-        return super().val_dataloader()
+        self.fitted = Fitted.load(folder)
 
 
 class LogSource:

@@ -1,7 +1,10 @@
 """What all data modules share: splits as row sources, loaders for the ranks of the trainer."""
 
+from typing import Any
+
 from lightning.pytorch import LightningDataModule
 
+from lightning_gem.data.fitting import Fitted
 from lightning_gem.data.schema import Schema
 from lightning_gem.data.stream import BatchStream, RowSource, StreamLoader
 
@@ -18,7 +21,8 @@ class RecDataModule(LightningDataModule):
 
     Attributes:
         sources: Row sources by split: ``train``, ``val``, ``test``, ``predict``. A missing ``predict`` falls back to
-            ``test``.
+            ``test``. Without ``val``, fit skips validation.
+        fitted: Vocabularies and statistics of the training split, where the encodings need them.
     """
 
     def __init__(
@@ -33,6 +37,9 @@ class RecDataModule(LightningDataModule):
         self.shuffle_rows = shuffle_rows
         self.seed = seed
         self.sources: dict[str, RowSource] = {}
+        self.fitted: Fitted | None = None
+        self._train_loader: StreamLoader | None = None
+        self._train_position: dict[str, Any] | None = None
 
     def _loader(self, split: str, shuffle: bool = False) -> StreamLoader:
         if split not in self.sources:
@@ -52,11 +59,17 @@ class RecDataModule(LightningDataModule):
         return StreamLoader(stream, self.num_workers, pin_memory=on_gpu)
 
     def train_dataloader(self) -> StreamLoader:
-        """Batches of the training split, shuffled."""
-        return self._loader("train", shuffle=True)
+        """Batches of the training split, shuffled, from the position of the checkpoint on."""
+        self._train_loader = self._loader("train", shuffle=True)
+        if self._train_position is not None:
+            self._train_loader.load_state_dict(self._train_position)
+            self._train_position = None
+        return self._train_loader
 
-    def val_dataloader(self) -> StreamLoader:
+    def val_dataloader(self) -> StreamLoader | list[StreamLoader]:
         """Batches of the validation split, in order."""
+        if "val" not in self.sources and self.trainer is not None and self.trainer.state.fn == "fit":
+            return []
         return self._loader("val")
 
     def test_dataloader(self) -> StreamLoader:
@@ -66,3 +79,29 @@ class RecDataModule(LightningDataModule):
     def predict_dataloader(self) -> StreamLoader:
         """Batches to predict, in order."""
         return self._loader("predict" if "predict" in self.sources else "test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position in the training split, and what identifies its vocabularies and statistics.
+
+        Lightning saves the position of loaders too, but restores it only if nothing asked for the number of training
+        batches before (``trainer.estimated_stepping_batches`` in ``configure_optimizers`` does).
+        """
+        state: dict[str, Any] = {}
+        if self._train_loader is not None:
+            state["train_loader"] = self._train_loader.state_dict()
+        if self.fitted is not None:
+            state["fitted"] = self.fitted.digest()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keeps the position for the training loader.
+
+        Raises:
+            ValueError: If vocabularies or statistics differ, so that the ids of the checkpoint would mean other things.
+        """
+        self._train_position = state_dict.get("train_loader")
+        if self.fitted is not None and state_dict.get("fitted", self.fitted.digest()) != self.fitted.digest():
+            raise ValueError(
+                "the checkpoint was trained with other vocabularies or statistics than those of this training split: give "
+                "the files, joins and split that it was trained on"
+            )

@@ -50,7 +50,6 @@ class ParquetStream(RecDataModule):
         super().__init__(schema, batch_size, num_workers, shuffle_rows, seed)
         self.paths = {"train": train, "val": val, "test": test, "predict": predict}
         self.cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
-        self._fitted: Fitted | None = None
 
     def prepare_data(self) -> None:
         """Fits vocabularies and statistics, if the schema needs any, once per machine."""
@@ -63,29 +62,13 @@ class ParquetStream(RecDataModule):
             FileNotFoundError: If a path gives no file.
             ValueError: If a file does not suit the schema.
         """
-        if self._fitted is None:
-            self._fitted = self._fit()
+        if self.fitted is None:
+            self.fitted = self._fit()
         for split in _SPLITS[stage]:
             paths = self.paths[split]
             if paths is not None and split not in self.sources:
-                encoder = TableEncoder(self.schema, self._fitted, labels=split != "predict")
+                encoder = TableEncoder(self.schema, self.fitted, labels=split != "predict")
                 self.sources[split] = ParquetSource(paths, encoder)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Identifies the vocabularies and statistics that the model was trained with."""
-        return {"fitted": self._fitted.digest()} if self._fitted else {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Compares them.
-
-        Raises:
-            ValueError: If they differ, so that the ids of the checkpoint would mean other things.
-        """
-        if self._fitted and state_dict.get("fitted", self._fitted.digest()) != self._fitted.digest():
-            raise ValueError(
-                "the checkpoint was trained with other vocabularies or statistics than those of the training split "
-                f"{self.paths['train']!r}: give the training split that the checkpoint was trained on"
-            )
 
     def _fit(self) -> Fitted:
         sparse, dense = features_to_fit(self.schema)

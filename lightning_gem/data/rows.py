@@ -35,13 +35,27 @@ class Events:
     in_order: bool = False
 
     def take(self, index: Ints | slice) -> "Events":
-        """Selects rows; the events are shared."""
+        """Selects rows; the events are shared, or moved at once where they are in order."""
         starts, lengths = self.starts[index], self.lengths[index]
-        if not (self.in_order and isinstance(index, slice) and len(starts) and index.step in (None, 1)):
+        if not self.in_order:
             return Events(self.ids, self.floats, self.timestamps, starts, lengths)
-        begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
+        if not isinstance(index, slice):
+            return self._permute(index, lengths)
+        begin, end = (int(starts[0]), int(starts[-1] + lengths[-1])) if len(starts) else (0, 0)
         ids, floats, timestamps = self.ids[:, begin:end], self.floats[begin:end], self.timestamps[begin:end]
         return Events(ids, floats, timestamps, starts - begin, lengths, in_order=True)
+
+    def _permute(self, index: Ints, lengths: Ints) -> "Events":
+        """Selects rows with FBGEMM, which copies events twice as fast as NumPy's element-wise gather."""
+        num_features, total = len(self.ids), int(lengths.sum())
+        starts = np.cumsum(lengths) - lengths
+        places = (index + len(self.lengths) * np.arange(num_features)[:, None]).reshape(-1)
+        ids = _permute(self.ids.reshape(-1), np.tile(self.lengths, num_features), places, num_features * total)
+        floats = np.empty((total, 0), dtype=np.float32)
+        if self.floats.shape[1]:
+            floats = self.floats[ranges_to_index(self.starts[index], lengths)]
+        timestamps = _permute(self.timestamps, self.lengths, index, total)
+        return Events(ids.reshape(num_features, total), floats, timestamps, starts, lengths, in_order=True)
 
     def compact(self) -> "Events":
         """Only the events that the rows use, in the order of the rows: a view if they lie so, else a copy."""
@@ -158,18 +172,17 @@ class Rows:
 
         Events stay shared where rows overlap so much that copies would need more memory.
         """
-        if self.single is not None:
-            return self
-        single = [bag.values for bag in self.sparse.values() if bag is not None and bag.lengths is None]
-        sparse = {
-            name: None if bag is None or bag.lengths is None else bag.compact() for name, bag in self.sparse.items()
-        }
+        single = self.single
+        if single is None:
+            columns = [bag.values for bag in self.sparse.values() if bag is not None and bag.lengths is None]
+            single = np.stack(columns, axis=1) if columns else np.empty((len(self), 0), dtype=np.int64)
+        bags = {name: None if bag is None or bag.lengths is None else bag for name, bag in self.sparse.items()}
         sequences = {
             name: events.compact() if events.lengths.sum() <= len(events.timestamps) else events
             for name, events in self.sequences.items()
         }
-        matrix = np.stack(single, axis=1) if single else np.empty((len(self), 0), dtype=np.int64)
-        return replace(self, sparse=sparse, sequences=sequences, single=matrix)
+        sparse = {name: None if bag is None else bag.compact() for name, bag in bags.items()}
+        return replace(self, sparse=sparse, sequences=sequences, single=single)
 
     @staticmethod
     def concat(parts: Sequence["Rows"]) -> "Rows":
@@ -232,6 +245,13 @@ def ranges_to_index(starts: Ints, lengths: Ints) -> Ints:
     index = np.repeat(starts - before, lengths)
     index += np.arange(len(index))
     return index
+
+
+def _permute(values: Ints, lengths: Ints, index: Ints, total: int) -> Ints:
+    """The ranges with the given lengths in another order."""
+    arrays = (index.astype(np.int32), lengths, np.require(values, requirements="W"))
+    permute, sizes, tensor = (torch.from_numpy(array) for array in arrays)
+    return torch.ops.fbgemm.permute_1D_sparse_data(permute, sizes, tensor, None, total)[1].numpy()
 
 
 def _places(starts: Ints, lengths: Ints) -> Ints | slice:

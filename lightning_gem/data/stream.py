@@ -132,14 +132,15 @@ class BatchStream(IterableDataset[RecBatch]):
             np.random.default_rng((self.seed, self.epoch, self.rank, window)).shuffle(batch_of_row)
         parts, cuts, done = [], [], 0
         for part in self._read(int(bounds[0]), int(bounds[-1]), chunks, ends):
+            part = part.compact()
             batches = batch_of_row[done : done + len(part)]
             done += len(part)
             if self.shuffle_rows:
                 # Which rows share a batch is random, not their order in it: each part is brought into the order of the
                 # batches at once, while it is in the caches, and a batch is then cut from contiguous memory.
                 order = np.argsort(batches, kind="stable")
-                part, batches = part.take(order), batches[order]
-            parts.append(part.compact())
+                part, batches = part.take(order).compact(), batches[order]
+            parts.append(part)
             cuts.append(np.searchsorted(batches, np.arange(len(read) + 1)).tolist())
         for i in range(wanted.start - read.start, wanted.stop - read.start):
             pieces = [part.take(slice(cut[i], cut[i + 1])) for part, cut in zip(parts, cuts, strict=True)]

@@ -1,5 +1,6 @@
 """GEMModule: the LightningModule around any network that maps a batch to one logit per task."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -183,7 +184,7 @@ class GEMModule(LightningModule):
         attach_table_optimizer(self.network, self.table_lr, self.table_eps, in_backward)
         dense = self.make_optimizer(dense_parameters(self.network))
         optimizer = DenseAndTables(dense, tables, self.table_lr, in_backward)
-        total = self.trainer.estimated_stepping_batches
+        total = self.trainer.estimated_stepping_batches if self.decay != "none" else math.inf
         factors = [warmup_then_decay(self.warmup_steps, self.decay, total)] * len(dense.param_groups)
         factors.append(warmup_then_decay(self.table_warmup_steps, self.decay, total))
         return {

@@ -310,7 +310,7 @@ def test_checkpoints_know_their_vocabularies(tmp_path: Path) -> None:
     same.load_state_dict(state)
     log["item"] += 1
     other = make_module(tmp_path, log, make_schema("vocabulary"))
-    with pytest.raises(ValueError, match=r"trained with other vocabularies .* of .*log\.parquet"):
+    with pytest.raises(ValueError, match="trained with other vocabularies"):
         other.load_state_dict(state)
 
 

@@ -1,0 +1,171 @@
+"""The command line on a small log: all subcommands, resume, interruption, misspelt keys."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pc
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from lightning_gem.cli import main
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A log of 600 events by 20 users, and a configuration that trains on it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rng = np.random.default_rng(0)
+    log = pa.table(
+        {
+            "user": rng.integers(0, 20, 600),
+            "item": rng.integers(0, 50, 600),
+            "time": np.sort(rng.integers(10**9, 10**9 + 10**6, 600)),
+            "price": rng.random(600),
+            "click": rng.integers(0, 2, 600),
+        }
+    )
+    pq.write_table(log, "log.parquet")
+    return {
+        "data": {
+            "class_path": "lightning_gem.data.InteractionLog",
+            "init_args": {
+                "log": "log.parquet",
+                "batch_size": 32,
+                "split": {"test": 0.2, "val": 0.2},
+                "schema": {
+                    "user": "user",
+                    "timestamp": "time",
+                    "tasks": [{"name": "click"}],
+                    "dense": [{"name": "price"}],
+                    "sparse": [{"name": "item", "num_embeddings": 100}],
+                    "sequences": [
+                        {
+                            "name": "past",
+                            "features": [
+                                {"name": "item", "num_embeddings": 100},
+                                {"name": "click", "num_embeddings": 2, "encoding": "index"},
+                            ],
+                        }
+                    ],
+                },
+            },
+        },
+        "model": {
+            "network": {"class_path": "lightning_gem.models.GEM", "init_args": {"config": {"width": 16}}},
+            "optimizer": {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.001}},
+        },
+        "trainer": {
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "enable_progress_bar": False,
+            "default_root_dir": "run",
+            "logger": [{"class_path": "lightning.pytorch.loggers.CSVLogger", "init_args": {"save_dir": "run"}}],
+            "log_every_n_steps": 5,
+        },
+    }
+
+
+def write(config: dict[str, Any]) -> list[str]:
+    Path("config.yaml").write_text(yaml.safe_dump(config))
+    return ["--config", "config.yaml"]
+
+
+def test_fit_validate_test_predict(config: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = write(config)
+    main(["fit", *arguments])
+    printed = capsys.readouterr().out
+    assert "val task" in printed
+    assert all(name in printed for name in ("NE", "AUC", "GAUC", "calibration", "log loss"))
+    assert Path("run/checkpoints/last.ckpt").exists()
+    (log_folder,) = Path("run/lightning_logs").iterdir()
+    columns = pc.read_csv(log_folder / "metrics.csv").column_names
+    assert {"train/loss", "train/click/ne", "val/click/auc", "val/ne"} <= set(columns)
+    # The saved configuration reproduces the run.
+    main(["validate", "--config", str(log_folder / "config.yaml"), "--ckpt_path", "run/checkpoints/last.ckpt"])
+    assert "val task" in capsys.readouterr().out
+    main(["test", *arguments, "--ckpt_path", "last"])
+    assert "test task" in capsys.readouterr().out
+    main(["predict", *arguments, "--ckpt_path", "run/checkpoints/last.ckpt"])
+    predictions = pq.read_table("predictions")
+    assert predictions.num_rows == 120
+    assert predictions.column_names == ["row", "user", "click_prediction", "click_label"]
+    assert len(predictions["row"].unique()) == 120
+
+
+@pytest.mark.parametrize("stop_at", [6, 12])
+def test_resume_from_last_is_bit_equal(config: dict[str, Any], stop_at: int) -> None:
+    """A run that ``max_steps`` stopped, in the middle (6) or at the end (12) of an epoch, and one that went on."""
+
+    def weights() -> dict[str, torch.Tensor]:
+        return torch.load("run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+
+    arguments = write(config)
+    main(["fit", *arguments, "--trainer.max_steps", "17"])
+    whole = weights()
+    for path in Path("run/checkpoints").iterdir():
+        path.unlink()
+    main(["fit", *arguments, "--trainer.max_steps", str(stop_at)])
+    main(["fit", *arguments, "--trainer.max_steps", "17", "--ckpt_path", "last"])
+    resumed = weights()
+    assert set(whole) == set(resumed)
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_an_interrupted_run_leaves_a_checkpoint_that_loads(config: dict[str, Any], name: str) -> None:
+    config["trainer"]["max_epochs"] = 10_000
+    arguments = write(config)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "lightning_gem", "fit", *arguments, "--trainer.limit_val_batches=0"],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 120
+    while not list(Path("run").glob("lightning_logs/*/metrics.csv")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(getattr(signal, name))
+    process.wait(timeout=60)
+    step = torch.load("run/checkpoints/last.ckpt", weights_only=True)["global_step"]
+    assert step >= 5
+    main(["fit", *arguments, "--ckpt_path", "last", "--trainer.max_epochs=-1", f"--trainer.max_steps={step + 3}"])
+    assert torch.load("run/checkpoints/last.ckpt", weights_only=True)["global_step"] == step + 3
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("model", "network", "init_args", "config", "widht"), 16, "widht"),
+        (("data", "init_args", "schema", "sparse", 0, "num_embedings"), 3, "num_embedings"),
+        (("trainer", "max_epoch"), 3, "max_epoch"),
+        (("model", "table_learning_rate"), 3, "table_learning_rate"),
+    ],
+)
+def test_a_misspelt_key_is_named(
+    config: dict[str, Any], path: tuple[Any, ...], value: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    node: Any = config
+    for key in path[:-1]:
+        node = node[key]
+    node[path[-1]] = value
+    with pytest.raises(SystemExit):
+        main(["fit", *write(config)])
+    assert message in capsys.readouterr().err
+
+
+def test_no_validation_split(config: dict[str, Any]) -> None:
+    config["data"]["init_args"]["split"]["val"] = 0.0
+    config["checkpoint"] = {"monitor": None}
+    main(["fit", *write(config), "--trainer.max_epochs=1"])
+    assert Path("run/checkpoints/last.ckpt").exists()
