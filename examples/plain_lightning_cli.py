@@ -1,6 +1,6 @@
 """Lightning's own command line with GEM, for those who want to choose everything themselves.
 
-    python examples/plain_lightning_cli.py fit --config configs/tiny.yaml
+python examples/plain_lightning_cli.py fit --config configs/tiny.yaml
 """
 
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI

@@ -34,18 +34,26 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad and id(parameter) not in tables]
 
 
-def attach_table_optimizer(module: nn.Module, lr: float, eps: float, in_backward: bool) -> None:
-    """Attaches row-wise AdaGrad to every table (one accumulated square per row; source: TorchRec, FBGEMM).
+def table_optimizers(module: nn.Module, lr: float, eps: float, in_backward: bool) -> dict[str, Optimizer]:
+    """Row-wise AdaGrad for every table (one accumulated square per row; source: TorchRec, FBGEMM).
 
     Args:
         module: Any module with TorchRec collections inside, already on its device.
         lr: Learning rate.
         eps: Added to the root of the accumulated squares.
-        in_backward: Update each table as soon as its gradient is there. False where gradients are still to be averaged
-            over ranks after the backward of a table (DDP).
+        in_backward: Attach the optimizer to its table, to run inside backward as soon as the gradient is there. Not
+            where the gradient is still to be averaged over ranks after that (DDP).
+
+    Returns:
+        Optimizers by the qualified name of the table's parameter.
     """
-    fresh = [p for p in table_parameters(module).values() if not hasattr(p, "_in_backward_optimizers")]
-    _apply_optimizer_in_backward(RowWiseAdagrad, fresh, {"lr": lr, "eps": eps}, register_hook=in_backward)
+    tables = table_parameters(module)
+    if not in_backward:
+        return {name: RowWiseAdagrad([parameter], lr=lr, eps=eps) for name, parameter in tables.items()}
+    fresh = [parameter for parameter in tables.values() if not hasattr(parameter, "_in_backward_optimizers")]
+    _apply_optimizer_in_backward(RowWiseAdagrad, fresh, {"lr": lr, "eps": eps})
+    # The attribute is set by torch and unknown to type checkers.
+    return {name: vars(parameter)["_in_backward_optimizers"][0] for name, parameter in tables.items()}
 
 
 class DenseAndTables(Optimizer):
@@ -53,18 +61,15 @@ class DenseAndTables(Optimizer):
 
     Args:
         dense: Optimizer of the dense parameters.
-        tables: Table parameters by name, with an optimizer attached by :func:`attach_table_optimizer`.
+        tables: What :func:`table_optimizers` returned.
         lr: Learning rate of the tables.
         in_backward: Whether the tables update themselves in backward; else they are stepped with the dense parameters.
     """
 
-    def __init__(self, dense: Optimizer, tables: dict[str, nn.Parameter], lr: float, in_backward: bool) -> None:
+    def __init__(self, dense: Optimizer, tables: dict[str, Optimizer], lr: float, in_backward: bool) -> None:
         self.dense = dense
         self.in_backward = in_backward
-        self.tables = {
-            name: getattr(parameter, "_in_backward_optimizers")[0]  # noqa: B009 - set by torch, unknown to type checkers
-            for name, parameter in tables.items()
-        }
+        self.tables = tables
         group = {"params": [], "lr": lr, "name": TABLES}
         # The base class is told of no parameters: groups and state are views of the dense optimizer's.
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})

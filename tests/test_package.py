@@ -13,7 +13,9 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
 def test_the_wheel_holds_what_git_holds(tmp_path: Path) -> None:
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split("\n")
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
+        "\n"
+    )
     source = tmp_path / "source"
     for name in filter(None, listed):
         (source / name).parent.mkdir(parents=True, exist_ok=True)

@@ -18,5 +18,5 @@ class ResumableCheckpoint(ModelCheckpoint):
     ) -> None:
         """Saves after the last step, while the loops still stand in the middle of the epoch."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if trainer.global_step == trainer.max_steps and not trainer.fast_dev_run:
+        if trainer.global_step == trainer.max_steps and not self._should_skip_saving_checkpoint(trainer):
             self._save_last_checkpoint(trainer, self._monitor_candidates(trainer))

@@ -152,17 +152,23 @@ def _hash_integers(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: I
 
 
 def _hash_rows(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints | None = None) -> Ints:
-    """Mixes the codes, seeded by the table's name, and scales the upper half to the rows; in blocks that stay cached."""
+    """Two rounds of multiplication, the first by a factor of the table's own; in blocks that stay in the caches.
+
+    The upper 32 bits of the hash are scaled to the number of rows: as even as a remainder, and NumPy vectorises it.
+    """
+    if feature.num_embeddings > 1 << 32:
+        raise ValueError(
+            f"feature {feature.name!r}: the hash encoding reaches 2**32 rows at most: lower num_embeddings"
+        )
     digest = hashlib.blake2b((feature.table or feature.name).encode(), digest_size=8).digest()
-    seed = np.frombuffer(digest, dtype="<u8")[0]
+    factor = np.frombuffer(digest, dtype="<u8")[0] | np.uint64(1)
     half, rows = np.uint64(32), np.uint64(feature.num_embeddings)
     out = np.empty(len(codes), dtype=np.int64) if out is None else out
     buffer = np.empty(min(_BLOCK, len(codes)), dtype=np.uint64)
     for start in range(0, len(codes), _BLOCK):
         z = out[start : start + _BLOCK].view(np.uint64)
         t = buffer[: len(z)]
-        np.bitwise_xor(codes[start : start + _BLOCK], seed, out=z)
-        np.multiply(z, np.uint64(0xBF58476D1CE4E5B9), out=z)
+        np.multiply(codes[start : start + _BLOCK], factor, out=z)
         np.right_shift(z, half, out=t)
         np.bitwise_xor(z, t, out=z)
         np.multiply(z, np.uint64(0x94D049BB133111EB), out=z)

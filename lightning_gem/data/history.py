@@ -12,6 +12,9 @@ import pyarrow as pa
 from lightning_gem.data.rows import Ints
 
 
+MIN_RATE = 1e-3
+
+
 @dataclass
 class Earlier:
     """For every row the strictly earlier rows of its group.
@@ -34,6 +37,10 @@ class Earlier:
     def latest(self) -> Ints:
         """The latest earlier row, or -1."""
         return np.where(self.ends > self.begins, self.order[self.ends - 1], -1)
+
+    def last(self, count: int) -> "Earlier":
+        """Only the latest ``count`` of the earlier rows."""
+        return Earlier(self.order, np.maximum(self.begins, self.ends - count), self.ends)
 
 
 def earlier_rows(groups: Ints, times: npt.NDArray[np.generic]) -> Earlier:
@@ -76,7 +83,7 @@ def histories(earlier: Earlier, max_len: int, keep: npt.NDArray[np.bool_] | None
 
 
 def running_rate(
-    group: Earlier, everyone: Earlier, outcome: npt.NDArray[np.float64], prior: float
+    group: Earlier, everyone: Earlier, outcome: npt.NDArray[np.float64], prior: float, log_odds: bool = False
 ) -> npt.NDArray[np.float64]:
     """Mean outcome of the earlier rows of the group, shrunk towards that of all earlier rows.
 
@@ -85,11 +92,19 @@ def running_rate(
         everyone: Earlier rows of all.
         outcome: 0, 1 or NaN, which does not count.
         prior: Number of rows that the overall mean weighs. It is 0 before the first row.
+        log_odds: Give log odds of the mean minus those of the overall mean; both are kept from 0 and 1 by
+            ``MIN_RATE``.
     """
     known = (~np.isnan(outcome)).astype(np.int64)
     positive = (outcome == 1).astype(np.int64)
     overall = everyone.sums(positive) / np.maximum(everyone.sums(known), 1)
-    return (group.sums(positive) + prior * overall) / (group.sums(known) + prior)
+    rate = (group.sums(positive) + prior * overall) / (group.sums(known) + prior)
+    return _log_odds(rate) - _log_odds(overall) if log_odds else rate
+
+
+def _log_odds(rate: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    rate = rate.clip(MIN_RATE, 1 - MIN_RATE)
+    return np.log(rate) - np.log1p(-rate)
 
 
 def group_codes(columns: list[pa.Array], num_rows: int) -> Ints:

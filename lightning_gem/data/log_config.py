@@ -7,7 +7,7 @@ from lightning_gem.data.schema import DenseFeature, Schema
 
 Scalar = bool | int | float | str
 
-_NUM_COLUMNS = {"ratio": 2, "at_least": 1, "hour": 0, "weekday": 0, "file": 0}
+_NUM_COLUMNS = {"ratio": 2, "at_least": 1, "bucket": 1, "hour": 0, "weekday": 0, "file": 0}
 
 
 @dataclass
@@ -50,15 +50,20 @@ class Derived:
             file in the list of logs; ``num_earlier`` and ``seconds_since_previous``: number of strictly earlier events
             of the same user and seconds since the latest of them (null: none), or of the same values of ``columns``;
             ``ratio``: first column divided by the second (null where that is 0); ``at_least``: 1 where the column
-            reaches ``value``, else 0; ``cross``: the columns as one text, to be used as a categorical value.
+            reaches ``value``, else 0; ``bucket``: index of the column's interval in ``boundaries``; ``cross``: the
+            columns as one text, to be used as a categorical value.
         columns: Inputs of the op.
         value: Threshold of ``at_least``.
+        boundaries: Ascending interval limits of ``bucket``.
     """
 
     name: str
-    op: Literal["hour", "weekday", "file", "num_earlier", "seconds_since_previous", "ratio", "at_least", "cross"]
+    op: Literal[
+        "hour", "weekday", "file", "num_earlier", "seconds_since_previous", "ratio", "at_least", "bucket", "cross"
+    ]
     columns: list[str] = field(default_factory=list)
     value: float | None = None
+    boundaries: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -73,22 +78,31 @@ class Counter:
         by: Columns that an event must share with the request; none counts all events. Null is a value of its own.
         outcomes: 0/1 columns to average; nulls do not count.
         prior: Number of events that the overall rate weighs.
-        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``.
+        last: Only the latest ``last`` of these events count; all when not given.
+        log_odds: Give rates as log odds minus the log odds of the overall rate: 0 where nothing is known.
+        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``, with ``_last<n>``.
     """
 
     by: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     prior: float = 10.0
+    last: int | None = None
+    log_odds: bool = False
     name: str | None = None
+
+    @property
+    def prefix(self) -> str:
+        """What the feature names begin with."""
+        return self.name or ("_".join(self.by) or "all") + (f"_last{self.last}" if self.last else "")
 
     @property
     def count_name(self) -> str:
         """Name of the count."""
-        return f"{self.name or '_'.join(self.by) or 'all'}_count"
+        return f"{self.prefix}_count"
 
     def rate_name(self, outcome: str) -> str:
         """Name of the rate of an outcome."""
-        return f"{self.name or '_'.join(self.by) or 'all'}_{outcome}_rate"
+        return f"{self.prefix}_{outcome}_rate"
 
     @property
     def names(self) -> list[str]:
@@ -167,6 +181,8 @@ class LogConfig:
         for counter in self.counters:
             if counter.prior <= 0:
                 raise ValueError(f"counter {counter.count_name}: prior must be positive, not {counter.prior}")
+            if counter.last is not None and counter.last < 1:
+                raise ValueError(f"counter {counter.count_name}: last must be positive, not {counter.last}")
         late = {derived.name for derived in self.derived}
         late |= {name for counter in self.counters for name in counter.names}
         for what, columns in (
@@ -196,6 +212,8 @@ class LogConfig:
             raise ValueError(f"derived {derived.name!r}: cross needs columns")
         if (derived.op == "at_least") != (derived.value is not None):
             raise ValueError(f"derived {derived.name!r}: at_least needs a value, other ops take none")
+        if (derived.op == "bucket") != bool(derived.boundaries) or sorted(derived.boundaries) != derived.boundaries:
+            raise ValueError(f"derived {derived.name!r}: bucket needs ascending boundaries, other ops take none")
         if derived.op in ("num_earlier", "seconds_since_previous") and not (derived.columns or self.schema.user):
             raise ValueError(f"derived {derived.name!r}: {derived.op} needs columns or schema.user")
 
@@ -245,7 +263,7 @@ class LogConfig:
         columns |= {feature.source for feature in schema.dense}
         columns |= {feature.source for sequence in schema.sequences for feature in sequence.floats}
         columns |= {column for counter in self.counters for column in counter.outcomes}
-        columns |= {column for d in self.derived if d.op in ("ratio", "at_least") for column in d.columns}
+        columns |= {column for d in self.derived if d.op in ("ratio", "at_least", "bucket") for column in d.columns}
         return columns
 
     @property

@@ -175,16 +175,21 @@ def add_derived(log: Log, derived: Derived) -> None:
         if derived.op == "ratio":
             with np.errstate(divide="ignore", invalid="ignore"):
                 values = np.where(numbers[1] == 0, np.nan, numbers[0] / numbers[1])
+        elif derived.op == "bucket":
+            buckets = np.searchsorted(derived.boundaries, numbers[0], side="right")
+            values = np.where(np.isnan(numbers[0]), np.nan, buckets)
         else:
             values = np.where(np.isnan(numbers[0]), np.nan, numbers[0] >= float(derived.value or 0))
         column = pa.array(values, from_pandas=True)
-        column = column.cast(pa.int8()) if derived.op == "at_least" else column
+        column = column if derived.op == "ratio" else column.cast(pa.int64() if derived.op == "bucket" else pa.int8())
         log.table = log.table.append_column(derived.name, column)
 
 
 def add_counter(log: Log, counter: Counter) -> None:
     """Adds the columns of a counter."""
     group, everyone = log.earlier(counter.by), log.earlier([])
+    if counter.last is not None:
+        group = group.last(counter.last)
     log.add(counter.count_name, group.ends - group.begins)
     for outcome in counter.outcomes:
         values = _numbers(log, outcome, f"counter {counter.count_name!r}")
@@ -195,7 +200,8 @@ def add_counter(log: Log, counter: Counter) -> None:
                 f"counter {counter.count_name!r}: outcome {outcome!r} is {values[position]:g} at position {position} "
                 f"({log.where}), not 0, 1 or null: derive a 0/1 column with at_least"
             )
-        log.add(counter.rate_name(outcome), running_rate(group, everyone, values[log.order], counter.prior))
+        rates = running_rate(group, everyone, values[log.order], counter.prior, counter.log_odds)
+        log.add(counter.rate_name(outcome), rates)
 
 
 def split_log(log: Log) -> dict[str, Ints]:

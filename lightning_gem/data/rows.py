@@ -35,27 +35,13 @@ class Events:
     in_order: bool = False
 
     def take(self, index: Ints | slice) -> "Events":
-        """Selects rows; the events are shared, or moved at once where they are in order."""
+        """Selects rows; the events are shared."""
         starts, lengths = self.starts[index], self.lengths[index]
-        if not self.in_order:
+        if not (self.in_order and isinstance(index, slice) and len(starts) and index.step in (None, 1)):
             return Events(self.ids, self.floats, self.timestamps, starts, lengths)
-        if not isinstance(index, slice):
-            return self._permute(index, lengths)
-        begin, end = (int(starts[0]), int(starts[-1] + lengths[-1])) if len(starts) else (0, 0)
+        begin, end = int(starts[0]), int(starts[-1] + lengths[-1])
         ids, floats, timestamps = self.ids[:, begin:end], self.floats[begin:end], self.timestamps[begin:end]
         return Events(ids, floats, timestamps, starts - begin, lengths, in_order=True)
-
-    def _permute(self, index: Ints, lengths: Ints) -> "Events":
-        """Selects rows with FBGEMM, which copies events twice as fast as NumPy's element-wise gather."""
-        num_features, total = len(self.ids), int(lengths.sum())
-        starts = np.cumsum(lengths) - lengths
-        places = (index + len(self.lengths) * np.arange(num_features)[:, None]).reshape(-1)
-        ids = _permute(self.ids.reshape(-1), np.tile(self.lengths, num_features), places, num_features * total)
-        floats = np.empty((total, 0), dtype=np.float32)
-        if self.floats.shape[1]:
-            floats = self.floats[ranges_to_index(self.starts[index], lengths)]
-        timestamps = _permute(self.timestamps, self.lengths, index, total)
-        return Events(ids.reshape(num_features, total), floats, timestamps, starts, lengths, in_order=True)
 
     def compact(self) -> "Events":
         """Only the events that the rows use, in the order of the rows: a view if they lie so, else a copy."""
@@ -245,13 +231,6 @@ def ranges_to_index(starts: Ints, lengths: Ints) -> Ints:
     index = np.repeat(starts - before, lengths)
     index += np.arange(len(index))
     return index
-
-
-def _permute(values: Ints, lengths: Ints, index: Ints, total: int) -> Ints:
-    """The ranges with the given lengths in another order."""
-    arrays = (index.astype(np.int32), lengths, np.require(values, requirements="W"))
-    permute, sizes, tensor = (torch.from_numpy(array) for array in arrays)
-    return torch.ops.fbgemm.permute_1D_sparse_data(permute, sizes, tensor, None, total)[1].numpy()
 
 
 def _places(starts: Ints, lengths: Ints) -> Ints | slice:

@@ -23,7 +23,10 @@ _READ_ROWS = 16384
 class RowSource(Protocol):
     """Rows of one split, readable in chunks. It is sent to the workers, so it must be picklable."""
 
-    chunk_sizes: Sequence[int]
+    @property
+    def chunk_sizes(self) -> Sequence[int]:
+        """Rows of every chunk."""
+        ...
 
     def read(self, chunk: int, start: int, stop: int) -> Rows:
         """Rows ``start`` to ``stop`` of a chunk, or as many of the first of them as are cheap to read at once."""

@@ -18,7 +18,7 @@ from lightning_gem.metrics import AUC, GAUC, Calibration, LogLoss, NormalizedEnt
 from lightning_gem.models.gem import GEM
 from lightning_gem.models.losses import task_losses
 from lightning_gem.models.schedules import Decay, warmup_then_decay
-from lightning_gem.optimizers import DenseAndTables, attach_table_optimizer, dense_parameters, table_parameters
+from lightning_gem.optimizers import DenseAndTables, dense_parameters, table_optimizers
 
 
 # A ModuleList of metrics, which type checkers take for a list of plain modules.
@@ -179,9 +179,8 @@ class GEMModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """One optimizer over dense parameters and tables, with a schedule for each."""
         assert self.network is not None
-        tables = table_parameters(self.network)
         in_backward = self.trainer.world_size == 1
-        attach_table_optimizer(self.network, self.table_lr, self.table_eps, in_backward)
+        tables = table_optimizers(self.network, self.table_lr, self.table_eps, in_backward)
         dense = self.make_optimizer(dense_parameters(self.network))
         optimizer = DenseAndTables(dense, tables, self.table_lr, in_backward)
         total = self.trainer.estimated_stepping_batches if self.decay != "none" else math.inf
