@@ -1,8 +1,9 @@
 """One optimizer object over two worlds: dense parameters, and embedding tables that are updated inside backward.
 
-TorchRec attaches the optimizer of a table to the table's parameter, to be run as soon as its gradient is there; sharding
-then fuses it into the lookup kernel. Lightning knows only optimizers with ``step``. ``DenseAndTables`` joins both, so that
-schedulers, checkpoints and loggers see one optimizer whose last parameter group holds the learning rate of the tables.
+TorchRec attaches the optimizer of a table to the table's parameter, to be run as soon as its gradient is there;
+sharding then fuses it into the lookup kernel. Lightning knows only optimizers with ``step``. ``DenseAndTables`` joins
+both, so that schedulers, checkpoints and loggers see one optimizer whose last parameter group holds the learning rate
+of the tables.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,6 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from lightning_gem.data.columns import (
     Column,
@@ -32,8 +31,45 @@ _NULL_CODE = np.uint64(0x6E756C6C_76616C75)
 _BLOCK = 1 << 15
 
 
+class Vocabulary:
+    """Values that have rows of their own, from row 1 on.
+
+    Attributes:
+        values: The values in the order of their rows.
+        codes: Their 64-bit codes, sorted for look-ups.
+        rows: Their rows, in the order of ``codes``.
+    """
+
+    def __init__(self, values: pa.Array) -> None:
+        codes = _codes(values, "vocabulary")
+        order = np.argsort(codes)
+        self.values = values
+        self.codes = codes[order]
+        self.rows = order + 1
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def look_up(self, array: pa.Array, place: str) -> Ints:
+        """Rows of values; 0 for all others and nulls.
+
+        Raises:
+            ValueError: If the values are text and the vocabulary is not, or the other way round.
+        """
+        if len(self) == 0:
+            return np.zeros(len(array), dtype=np.int64)
+        if is_text(array.type) != is_text(self.values.type):
+            raise ValueError(
+                f"{place}: values of type {array.type} are none of the vocabulary, which has type {self.values.type}: "
+                "store the column with one type in all files"
+            )
+        codes = _codes(array, place)
+        found = np.minimum(np.searchsorted(self.codes, codes), len(self) - 1)
+        return np.where(self.codes[found] == codes, self.rows[found], 0)
+
+
 def encode_ids(
-    feature: SparseFeature, values: Column, vocabulary: pa.Array | None, where: str, out: Ints | None = None
+    feature: SparseFeature, values: Column, vocabulary: Vocabulary | None, where: str, out: Ints | None = None
 ) -> Ints:
     """Rows of the feature's table for raw values.
 
@@ -45,7 +81,7 @@ def encode_ids(
     Args:
         feature: Says how to encode.
         values: Flat raw values.
-        vocabulary: What :func:`fit_vocabulary` gave, for the ``vocabulary`` encoding.
+        vocabulary: What :func:`~lightning_gem.data.fitting.fit_vocabulary` gave, for the ``vocabulary`` encoding.
         where: Place that errors name.
         out: Where to write the rows, for large columns.
 
@@ -62,8 +98,8 @@ def encode_ids(
     return out
 
 
-def _encode(feature: SparseFeature, array: pa.Array, vocabulary: pa.Array | None, where: str) -> Ints:
-    if is_text(array.type):
+def _encode(feature: SparseFeature, array: pa.Array, vocabulary: Vocabulary | None, where: str) -> Ints:
+    if is_text(array.type) or (feature.encoding == "vocabulary" and not pa.types.is_dictionary(array.type)):
         array = array.dictionary_encode()
     if not pa.types.is_dictionary(array.type):
         return _encode_plain(feature, array, vocabulary, where)
@@ -74,21 +110,14 @@ def _encode(feature: SparseFeature, array: pa.Array, vocabulary: pa.Array | None
     return _encode_plain(feature, distinct, vocabulary, where)[to_numpy(indices)]
 
 
-def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: pa.Array | None, where: str) -> Ints:
+def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: Vocabulary | None, where: str) -> Ints:
     place = f"feature {feature.name!r} (column {feature.source!r}, {where})"
     if feature.encoding == "hash":
         return _hash_rows(_codes(array, place), feature)
     if feature.encoding == "vocabulary":
         if vocabulary is None:
             raise ValueError(f"{place}: the vocabulary encoding needs a vocabulary: fit one on the training split")
-        try:
-            found = pc.index_in(array.cast(vocabulary.type), value_set=vocabulary)
-        except pa.ArrowInvalid as error:
-            raise ValueError(
-                f"{place}: values of type {array.type} do not fit the vocabulary of type {vocabulary.type} ({error}): "
-                "store the column with one type in all files"
-            ) from error
-        return to_numpy(found.fill_null(-1)).astype(np.int64) + 1
+        return vocabulary.look_up(array, place)
     if feature.encoding == "bucket":
         check_number(array, place)
         numbers = to_floats(array)
@@ -107,14 +136,14 @@ def _indices(array: pa.Array, num_embeddings: int, place: str) -> Ints:
         )
     if array.null_count:
         raise ValueError(f"{place}: null at position {first_true(array.is_null())}: fill it or use encoding: hash")
-    ids = to_numpy(array)
+    ids = to_numpy(array).astype(np.int64, copy=False)
     if len(ids) and (ids.min() < 0 or ids.max() >= num_embeddings):
         value = int(ids[np.flatnonzero((ids < 0) | (ids >= num_embeddings))[0]])
         raise ValueError(
             f"{place}: value {value} is not in 0 .. {num_embeddings - 1}: raise num_embeddings above the largest value "
             "or use encoding: hash"
         )
-    return ids.astype(np.int64, copy=False)
+    return ids
 
 
 def _codes(array: pa.Array, place: str) -> npt.NDArray[np.uint64]:
@@ -156,10 +185,6 @@ def _hash_rows(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints 
 
     The upper 32 bits of the hash are scaled to the number of rows: as even as a remainder, and NumPy vectorises it.
     """
-    if feature.num_embeddings > 1 << 32:
-        raise ValueError(
-            f"feature {feature.name!r}: the hash encoding reaches 2**32 rows at most: lower num_embeddings"
-        )
     digest = hashlib.blake2b((feature.table or feature.name).encode(), digest_size=8).digest()
     factor = np.frombuffer(digest, dtype="<u8")[0] | np.uint64(1)
     half, rows = np.uint64(32), np.uint64(feature.num_embeddings)
@@ -172,77 +197,13 @@ def _hash_rows(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints 
         np.right_shift(z, half, out=t)
         np.bitwise_xor(z, t, out=z)
         np.multiply(z, np.uint64(0x94D049BB133111EB), out=z)
+        if feature.num_embeddings > 1 << 32:
+            np.remainder(z, rows, out=z)
+            continue
         np.right_shift(z, half, out=z)
         np.multiply(z, rows, out=z)
         np.right_shift(z, half, out=z)
     return out
-
-
-def fit_vocabulary(feature: SparseFeature, values: Column) -> pa.Array:
-    """Values with at least ``min_count`` occurrences, by descending count, then ascending value.
-
-    At most ``num_embeddings - 1`` of them: row 0 is for all others.
-    """
-    return top_values(feature, count_values(values))
-
-
-def count_values(values: Column) -> pa.Table:
-    """Distinct values (integers as int64, text as string) and their counts: columns ``values`` and ``counts``."""
-    array = one_array(values)
-    kind = array.type.value_type if pa.types.is_dictionary(array.type) else array.type
-    if pa.types.is_floating(kind):
-        array = array.filter(pc.invert(pc.is_nan(array)))
-    for test, common in (
-        (pa.types.is_integer, pa.int64()),
-        (pa.types.is_floating, pa.float64()),
-        (is_text, pa.string()),
-    ):
-        if test(kind):
-            array = array.cast(common)
-    counts = array.drop_null().value_counts()
-    return pa.table({"values": counts.field("values"), "counts": counts.field("counts")})
-
-
-def top_values(feature: SparseFeature, counts: pa.Table) -> pa.Array:
-    """The vocabulary from counts, in which a value may appear several times (once per file, say)."""
-    total = counts.group_by("values").aggregate([("counts", "sum")])
-    total = total.filter(pc.field("counts_sum") >= feature.min_count)
-    total = total.sort_by([("counts_sum", "descending"), ("values", "ascending")])
-    return one_array(total.column("values").slice(0, feature.num_embeddings - 1))
-
-
-def fit_statistics(feature: DenseFeature, values: Column) -> tuple[float, float]:
-    """Mean and standard deviation of the finite values; a constant column has deviation 1.
-
-    Raises:
-        ValueError: If no value is finite.
-    """
-    return merge_moments(feature, [moments(feature, values, "training split")])
-
-
-def moments(feature: DenseFeature, values: Column, where: str) -> tuple[int, float, float]:
-    """Number, mean and sum of squared deviations of the finite values."""
-    array = one_array(values)
-    check_number(array, f"feature {feature.name!r} (column {feature.source!r}, {where})")
-    numbers = to_floats(array)
-    numbers = numbers[np.isfinite(numbers)]
-    if not len(numbers):
-        return 0, 0.0, 0.0
-    mean = float(numbers.mean())
-    return len(numbers), mean, float(np.square(numbers - mean).sum())
-
-
-def merge_moments(feature: DenseFeature, parts: list[tuple[int, float, float]]) -> tuple[float, float]:
-    """Mean and standard deviation of all parts together."""
-    total = sum(count for count, _, _ in parts)
-    if not total:
-        raise ValueError(
-            f"feature {feature.name!r}: column {feature.source!r} has no finite value in the training split: leave it "
-            "out of the schema"
-        )
-    mean = sum(count * part for count, part, _ in parts) / total
-    squares = sum(square + count * (part - mean) ** 2 for count, part, square in parts)
-    return mean, float(np.sqrt(squares / total)) or 1.0
 
 
 def encode_dense(feature: DenseFeature, values: Column, statistics: tuple[float, float] | None, where: str) -> Floats:
@@ -251,7 +212,7 @@ def encode_dense(feature: DenseFeature, values: Column, statistics: tuple[float,
     Args:
         feature: Says how to transform; its ``fill`` replaces nulls, NaN and infinities.
         values: Flat raw values.
-        statistics: What :func:`fit_statistics` gave, for the ``standardize`` transform.
+        statistics: What :func:`~lightning_gem.data.fitting.fit_statistics` gave, for the ``standardize`` transform.
         where: Place that errors name.
 
     Raises:

@@ -11,7 +11,6 @@ import pyarrow as pa
 
 from lightning_gem.data.rows import Ints
 
-
 MIN_RATE = 1e-3
 
 

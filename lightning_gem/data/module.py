@@ -60,7 +60,9 @@ class RecDataModule(LightningDataModule):
 
     def train_dataloader(self) -> StreamLoader:
         """Batches of the training split, shuffled, from the position of the checkpoint on."""
-        self._train_loader = self._loader("train", shuffle=True)
+        # The first batches are to be the same in every epoch if the trainer is to overfit them.
+        overfit = getattr(self.trainer, "overfit_batches", 0) > 0
+        self._train_loader = self._loader("train", shuffle=not overfit)
         if self._train_position is not None:
             self._train_loader.load_state_dict(self._train_position)
             self._train_position = None
@@ -99,9 +101,11 @@ class RecDataModule(LightningDataModule):
         Raises:
             ValueError: If vocabularies or statistics differ, so that the ids of the checkpoint would mean other things.
         """
-        self._train_position = state_dict.get("train_loader")
+        if self.trainer is None or self.trainer.state.fn == "fit":
+            self._train_position = state_dict.get("train_loader")
         if self.fitted is not None and state_dict.get("fitted", self.fitted.digest()) != self.fitted.digest():
             raise ValueError(
-                "the checkpoint was trained with other vocabularies or statistics than those of this training split: give "
+                "the checkpoint was trained with other vocabularies or statistics than those of this training "
+                "split: give "
                 "the files, joins and split that it was trained on"
             )

@@ -2,6 +2,7 @@
 
 import glob
 import os
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,28 +25,37 @@ from lightning_gem.data.schema import DenseFeature, Schema, Sequence, SparseFeat
 _PIECE_ROWS = 16384
 
 
-def expand_paths(paths: str | list[str]) -> list[str]:
-    """Parquet files of a path, a folder (searched recursively), a glob pattern, or a list of them, without duplicates.
+def expand_paths(paths: str | list[str], suffix: str = ".parquet") -> list[str]:
+    """Files of a path, a folder (searched recursively), a glob pattern, or a list of them, without duplicates.
+
+    Args:
+        paths: Where to look. Files of a folder or pattern are sorted by name, numbers in names by size.
+        suffix: End of the names of files in folders.
 
     Raises:
         FileNotFoundError: If a path, folder or pattern gives no file.
     """
     found: dict[str, None] = {}
     for path in [paths] if isinstance(paths, str) else paths:
-        if os.path.isdir(path):
-            files = sorted(str(file) for file in Path(path).rglob("*.parquet"))
+        if os.path.isfile(path):
+            files = [path]
+        elif os.path.isdir(path):
+            files = [str(file) for file in Path(path).rglob(f"*{suffix}") if file.is_file()]
         else:
-            files = [path] if os.path.isfile(path) else sorted(glob.glob(path, recursive=True))
+            files = glob.glob(path, recursive=True)
         if not files:
-            raise FileNotFoundError(f"no Parquet file at {path!r}: check the path")
-        found.update(dict.fromkeys(files))
+            raise FileNotFoundError(f"no file at {path!r}: check the path")
+        found.update(dict.fromkeys(sorted(files, key=_natural)))
     return list(found)
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    return [(int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", path)]
 
 
 def read_pieces(path: str, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, str]]:
     """Some columns of a file in pieces, each with its place for error messages."""
-    with _reading(f"file {path}"):
-        file = pq.ParquetFile(path)
+    file = _open(path)
     for group in range(file.num_row_groups):
         where = f"file {path}, row group {group}"
         for column in columns:
@@ -69,22 +79,15 @@ class TableEncoder:
     fitted: Fitted
     labels: bool = True
 
-    def flat_columns(self, names: list[str]) -> list[str]:
-        """Columns to read, of a file that has columns ``names``, other than those of sequences."""
+    def columns(self, names: list[str]) -> list[str]:
+        """Columns to read of a file that has columns ``names``."""
         schema = self.schema
         columns = [feature.source for feature in schema.sparse] + [feature.source for feature in schema.dense]
         columns += [column for column in (schema.timestamp, schema.user, schema.domain) if column]
         if self._has_labels(names):
             columns += [task.source for task in schema.tasks] + [task.weight for task in schema.tasks if task.weight]
-        return list(dict.fromkeys(columns))
-
-    def list_columns(self) -> list[str]:
-        """Columns of the sequences."""
-        columns = [
-            column
-            for sequence in self.schema.sequences
-            for column in (sequence.timestamp, *(feature.source for feature in [*sequence.features, *sequence.floats]))
-        ]
+        for sequence in schema.sequences:
+            columns += [sequence.timestamp, *_sources(sequence)]
         return list(dict.fromkeys(columns))
 
     def _has_labels(self, names: list[str]) -> bool:
@@ -108,8 +111,8 @@ class TableEncoder:
         if schema.user:
             user = encode_keys(schema.user, fetch(table, schema.user, where, nulls=True), where)
         if schema.domain:
-            feature = SparseFeature(schema.domain, schema.num_domains, encoding="index")
-            domain = encode_ids(feature, fetch(table, schema.domain, where, nulls=True), None, where)
+            surfaces = SparseFeature(schema.domain, schema.num_domains, encoding="index")
+            domain = encode_ids(surfaces, fetch(table, schema.domain, where, nulls=True), None, where)
         return Rows(
             dense=dense,
             sparse={feature.name: self._bag(feature, table, where) for feature in schema.sparse},
@@ -142,11 +145,10 @@ class TableEncoder:
         return Bags(self._ids(feature, values, None, where), np.cumsum(lengths) - lengths, lengths)
 
     def _events(self, sequence: Sequence, table: pa.Table | pa.RecordBatch, where: str) -> Events:
-        columns = [feature.source for feature in [*sequence.features, *sequence.floats]]
         values, lengths = flatten(fetch(table, sequence.timestamp, where, lists=True, nulls=True))
         times = encode_times(sequence.timestamp, values, self.schema.time_unit, where)
         flat = []
-        for column in columns:
+        for column in _sources(sequence):
             values, other = flatten(fetch(table, column, where, lists=True, nulls=True))
             if not np.array_equal(lengths, other):
                 row = int(np.flatnonzero(lengths != other)[0])
@@ -161,8 +163,8 @@ class TableEncoder:
         floats = np.empty((len(times), len(sequence.floats)), dtype=np.float32)
         for i, feature in enumerate(sequence.features):
             self._ids(feature, flat[i], sequence.name, where, out=ids[i])
-        for i, feature in enumerate(sequence.floats):
-            floats[:, i] = self._dense(feature, flat[len(sequence.features) + i], sequence.name, where)
+        for i, number in enumerate(sequence.floats):
+            floats[:, i] = self._dense(number, flat[len(sequence.features) + i], sequence.name, where)
         kept = np.minimum(lengths, sequence.max_len)
         return Events(ids, floats, times, ends - kept, kept, in_order=int(kept.sum()) == len(times))
 
@@ -178,6 +180,10 @@ class TableEncoder:
                 f"sequence {sequence.name!r} ({where}): the times in {sequence.timestamp!r} of row {row} decrease from "
                 f"{times[falls[0] - 1]} s to {times[falls[0]]} s: sort each history by time, oldest first"
             )
+
+
+def _sources(sequence: Sequence) -> list[str]:
+    return [feature.source for feature in sequence.features] + [number.source for number in sequence.floats]
 
 
 class ParquetSource:
@@ -200,8 +206,26 @@ class ParquetSource:
         self._chunks: list[tuple[str, int, int]] = []
         self._cursor: _Cursor | None = None
         num_rows = 0
-        for path in expand_paths(paths):
-            for group, size in enumerate(_check_file(path, encoder)):
+        files = expand_paths(paths)
+        known: pa.Schema | None = None
+        lists: set[str] | None = None
+        for path in files:
+            file = _open(path)
+            names = encoder.columns(file.schema_arrow.names)
+            if known is None or not file.schema_arrow.equals(known):
+                known = file.schema_arrow
+                # Encoding no rows checks the presence and the types of all columns.
+                encoder.encode(known.empty_table(), f"file {path}", 0)
+                now = {name for name in names if is_list(known.field(name).type)}
+                lists = now if lists is None else lists
+                if lists != now:
+                    raise ValueError(
+                        f"column {min(lists ^ now)!r} is a list column in one of {files[0]} and {path}, but flat in "
+                        "the other: store it in one way"
+                    )
+            _check_not_null(file, names, f"file {path}")
+            for group in range(file.num_row_groups):
+                size = file.metadata.row_group(group).num_rows
                 self.chunk_sizes.append(size)
                 self._chunks.append((path, group, num_rows))
                 num_rows += size
@@ -232,7 +256,7 @@ class _Cursor:
         threads = get_worker_info() is None and pa.cpu_count() > 1
         with _reading(self._where):
             file = pq.ParquetFile(path)
-            columns = [*encoder.flat_columns(file.schema_arrow.names), *encoder.list_columns()]
+            columns = encoder.columns(file.schema_arrow.names)
             self._pieces = file.iter_batches(_PIECE_ROWS, row_groups=[group], columns=columns, use_threads=threads)
         # Outside of workers, Arrow decodes the next piece while this one is encoded and trained on.
         self._pool = ThreadPoolExecutor(1) if threads else None
@@ -246,7 +270,8 @@ class _Cursor:
             self._size = piece.num_rows
             self._rows = None
             if start < self.start + self._size:
-                self._rows = self._encoder.encode(piece, self._where, self._first_row + self.start)
+                where = f"{self._where}, rows {self.start} to {self.start + self._size - 1}"
+                self._rows = self._encoder.encode(piece, where, self._first_row + self.start)
         assert self._rows is not None
         return self._rows.take(slice(start - self.start, stop - self.start))
 
@@ -259,35 +284,36 @@ class _Cursor:
             return piece
 
 
-def _check_file(path: str, encoder: TableEncoder) -> list[int]:
-    """Sizes of the row groups of a file, once its columns and types are found to suit."""
-    where = f"file {path}"
-    with _reading(where):
+def _open(path: str) -> pq.ParquetFile:
+    with _reading(f"file {path}"):
         file = pq.ParquetFile(path)
     if not file.metadata.num_rows:
         raise ValueError(
-            f"{where} has no rows ({file.num_row_groups} row groups): remove it from the split or write it again"
+            f"file {path} has no rows ({file.num_row_groups} row groups): remove it from the split or write it again"
         )
-    # Encoding no rows checks the presence and the types of all columns.
-    encoder.encode(file.schema_arrow.empty_table(), where, 0)
-    for column in [*encoder.flat_columns(file.schema_arrow.names), *encoder.list_columns()]:
-        _check_not_null(file, column, where)
-    return [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+    return file
 
 
-def _check_not_null(file: pq.ParquetFile, column: str, where: str) -> None:
+def _check_not_null(file: pq.ParquetFile, columns: list[str], where: str) -> None:
     """Raises if a column of the file has no value, as far as the statistics of the file tell."""
-    leaves = [i for i, leaf in enumerate(file.schema) if leaf.path == column or leaf.path.startswith(f"{column}.")]
-    for group in range(file.num_row_groups):
-        chunk = file.metadata.row_group(group).column(leaves[0])
-        statistics = chunk.statistics
-        if statistics is None or not statistics.has_null_count or statistics.null_count < chunk.num_values:
-            return
-    # Empty lists count as nulls in the statistics, but are legal.
-    with _reading(where):
-        values = file.read(columns=[column]).column(0)
-    if values.null_count == len(values):
-        raise ValueError(f"column {column!r} ({where}) holds only nulls: fill it or leave it out of the schema")
+    leaves: dict[str, int] = {}
+    for i in range(len(file.schema)):
+        path = file.schema.column(i).path
+        leaves.setdefault(path, i)
+        leaves.setdefault(path.split(".")[0], i)
+    for column in columns:
+        chunks = (file.metadata.row_group(group).column(leaves[column]) for group in range(file.num_row_groups))
+        # Empty lists count as nulls in the statistics, but are legal.
+        if all(_is_null(chunk) for chunk in chunks):
+            with _reading(where):
+                values = file.read(columns=[column]).column(0)
+            if values.null_count == len(values):
+                raise ValueError(f"column {column!r} ({where}) holds only nulls: fill it or leave it out of the schema")
+
+
+def _is_null(chunk: pq.ColumnChunkMetaData) -> bool:
+    statistics = chunk.statistics
+    return statistics is not None and statistics.has_null_count and statistics.null_count == chunk.num_values
 
 
 @contextmanager

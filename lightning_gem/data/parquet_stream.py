@@ -1,7 +1,6 @@
 """Rows from Parquet files of any size."""
 
 from pathlib import Path
-from typing import Any
 
 from lightning_gem.data.cache import atomic_directory, default_cache_dir, fingerprint
 from lightning_gem.data.fitting import Fitted, features_to_fit, fit
@@ -10,6 +9,7 @@ from lightning_gem.data.parquet_source import ParquetSource, TableEncoder, expan
 from lightning_gem.data.schema import Schema
 
 _SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict", "test")}
+_ALL = ("train", "val", "test", "predict")
 
 
 class ParquetStream(RecDataModule):
@@ -55,8 +55,8 @@ class ParquetStream(RecDataModule):
         """Fits vocabularies and statistics, if the schema needs any, once per machine."""
         self._fit()
 
-    def setup(self, stage: str) -> None:
-        """Opens the files of the splits that ``stage`` needs.
+    def setup(self, stage: str | None = None) -> None:
+        """Opens the files of the splits that ``stage`` needs; of all without one.
 
         Raises:
             FileNotFoundError: If a path gives no file.
@@ -64,7 +64,7 @@ class ParquetStream(RecDataModule):
         """
         if self.fitted is None:
             self.fitted = self._fit()
-        for split in _SPLITS[stage]:
+        for split in _SPLITS[stage] if stage else _ALL:
             paths = self.paths[split]
             if paths is not None and split not in self.sources:
                 encoder = TableEncoder(self.schema, self.fitted, labels=split != "predict")
@@ -75,16 +75,17 @@ class ParquetStream(RecDataModule):
         if not sparse and not dense:
             return Fitted()
         if self.paths["train"] is None:
-            feature = [*sparse, *dense][0][1]
+            name = [feature.name for _, feature in sparse] + [number.name for _, number in dense]
             raise ValueError(
-                f"feature {feature.name!r} learns its encoding from the training split: give train, even where only "
+                f"feature {name[0]!r} learns its encoding from the training split: give train, even where only "
                 "other splits are read"
             )
         files = expand_paths(self.paths["train"])
         folder = self.cache_dir / f"fitted-{fingerprint(files, [sparse, dense])}"
         if not folder.exists():
-            columns = list(dict.fromkeys(feature.source for _, feature in [*sparse, *dense]))
-            fitted = fit(self.schema, (piece for file in files for piece in read_pieces(file, columns)))
+            columns = [feature.source for _, feature in sparse] + [number.source for _, number in dense]
+            pieces = (piece for file in files for piece in read_pieces(file, list(dict.fromkeys(columns))))
+            fitted = fit(self.schema, pieces)
             with atomic_directory(folder) as temporary:
                 fitted.save(temporary)
         return Fitted.load(folder)

@@ -105,11 +105,15 @@ class Bags:
         where = _places(self.starts, self.lengths)
         return Bags(self.values[where], np.cumsum(self.lengths) - self.lengths, self.lengths)
 
+    def row_lengths(self) -> Ints:
+        """Ids of each row."""
+        return np.ones(len(self.values), dtype=np.int64) if self.lengths is None else self.lengths
+
     @staticmethod
     def concat(parts: Sequence["Bags"]) -> "Bags":
         """Joins rows of multi-valued features."""
         parts = [part.compact() for part in parts]
-        lengths = np.concatenate([part.lengths for part in parts if part.lengths is not None])
+        lengths = np.concatenate([part.row_lengths() for part in parts])
         return Bags(np.concatenate([part.values for part in parts]), np.cumsum(lengths) - lengths, lengths)
 
 
@@ -119,7 +123,7 @@ class Rows:
 
     Attributes:
         sparse: Categorical features of the request; None where the ids are in ``single``.
-        single: Ids of the features with None in ``sparse``, a column each, in their order; see :meth:`compact`.
+        single: Ids of the features with None in ``sparse``, int64 ``(num_such_features, num_rows)``; see :meth:`compact`.
     """
 
     dense: Floats
@@ -150,7 +154,7 @@ class Rows:
             weights=self.weights[index],
             user=self.user[index],
             row=self.row[index],
-            single=None if self.single is None else self.single[index],
+            single=None if self.single is None else self.single[:, index],
         )
 
     def compact(self) -> "Rows":
@@ -161,7 +165,7 @@ class Rows:
         single = self.single
         if single is None:
             columns = [bag.values for bag in self.sparse.values() if bag is not None and bag.lengths is None]
-            single = np.stack(columns, axis=1) if columns else np.empty((len(self), 0), dtype=np.int64)
+            single = np.stack(columns) if columns else np.empty((0, len(self)), dtype=np.int64)
         bags = {name: None if bag is None or bag.lengths is None else bag for name, bag in self.sparse.items()}
         sequences = {
             name: events.compact() if events.lengths.sum() <= len(events.timestamps) else events
@@ -175,7 +179,7 @@ class Rows:
         """Joins rows of one schema; only events and values that they use are copied."""
         if len(parts) == 1:
             return parts[0]
-        parts = [part.compact() for part in parts]
+        parts = [part if part.single is not None else part.compact() for part in parts]
         bags: dict[str, list[Bags]] = {
             name: [bag for part in parts if (bag := part.sparse[name]) is not None] for name in parts[0].sparse
         }
@@ -190,12 +194,12 @@ class Rows:
             weights=np.concatenate([part.weights for part in parts]),
             user=np.concatenate([part.user for part in parts]),
             row=np.concatenate([part.row for part in parts]),
-            single=np.concatenate([part.single for part in parts if part.single is not None]),
+            single=np.concatenate([part.single for part in parts if part.single is not None], axis=1),
         )
 
     def to_batch(self) -> RecBatch:
         """Gathers the ragged values and hands everything to torch."""
-        rows = self.compact()
+        rows = self if self.single is not None else self.compact()
         return RecBatch(
             dense=_tensor(self.dense, np.float32),
             sparse=rows._keyed_jagged() if rows.sparse else None,
@@ -213,15 +217,15 @@ class Rows:
 
     def _keyed_jagged(self) -> KeyedJaggedTensor:
         assert self.single is not None
-        columns = iter(np.ascontiguousarray(self.single.T))
-        ones = np.ones(len(self), dtype=np.int32)
-        bags = [None if bag is None else bag.compact() for bag in self.sparse.values()]
-        values = [next(columns) if bag is None else bag.values for bag in bags]
-        lengths = [ones if bag is None or bag.lengths is None else bag.lengths for bag in bags]
+        if len(self.single) == len(self.sparse):
+            values, lengths = self.single.reshape(-1), np.ones(self.single.size, dtype=np.int32)
+        else:
+            ids = iter(self.single)
+            bags = [Bags(next(ids)) if bag is None else bag.compact() for bag in self.sparse.values()]
+            values = np.concatenate([bag.values for bag in bags])
+            lengths = np.concatenate([bag.row_lengths() for bag in bags], dtype=np.int32)
         return KeyedJaggedTensor(
-            keys=list(self.sparse),
-            values=torch.from_numpy(np.concatenate(values)),
-            lengths=torch.from_numpy(np.concatenate(lengths, dtype=np.int32)),
+            keys=list(self.sparse), values=_tensor(values, np.int64), lengths=torch.from_numpy(lengths)
         )
 
 

@@ -47,9 +47,9 @@ class DenseFeature:
     Args:
         name: Name of the feature.
         column: Column that holds the values; the feature's name when not given.
-        transform: ``log1p`` stands for ``sign(x) * log(1 + |x|)``; ``standardize`` subtracts the mean and divides by the
-            standard deviation of the training split.
-        fill: Value (before the transform) for nulls and NaN. Without it they are an error.
+        transform: ``log1p`` stands for ``sign(x) * log(1 + |x|)``; ``standardize`` subtracts the mean and divides by
+            the standard deviation of the training split.
+        fill: Value (before the transform) for nulls, NaN and infinities. Without it they are an error.
     """
 
     name: str
@@ -166,7 +166,8 @@ class Schema:
             _check_unique(f"schema.sequences ({sequence.name}).features", [f.name for f in sequence.features])
             if self.timestamp is None:
                 raise ValueError(
-                    f"schema.timestamp is missing: sequence {sequence.name!r} needs the request time to measure the age "
+                    f"schema.timestamp is missing: sequence {sequence.name!r} needs the request time to measure "
+                    f"the age "
                     "of its events"
                 )
         for feature in self._sparse_features():
@@ -207,6 +208,7 @@ class Schema:
     @staticmethod
     def _tables(features: list[SparseFeature], keys: list[str] | None = None) -> list[Table]:
         tables: dict[str, Table] = {}
+        codings: dict[str, tuple[str, list[float], int]] = {}
         for feature, key in zip(features, keys or [feature.name for feature in features], strict=True):
             name = feature.table or key
             table = tables.setdefault(name, Table(name, feature.num_embeddings, feature.embedding_dim, []))
@@ -214,6 +216,12 @@ class Schema:
                 raise ValueError(
                     f"feature {key!r} asks for a table {name!r} of {feature.num_embeddings} x {feature.embedding_dim}, "
                     f"but feature {table.features[0]!r} made it {table.num_embeddings} x {table.embedding_dim}"
+                )
+            coding = (feature.encoding, feature.boundaries, feature.min_count)
+            if codings.setdefault(name, coding) != coding:
+                raise ValueError(
+                    f"feature {key!r} and feature {table.features[0]!r} share the table {name!r}: they need the same "
+                    "encoding, boundaries and min_count"
                 )
             table.features.append(key)
         return list(tables.values())

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from lightning_gem.data.batch import RecBatch
 from lightning_gem.data.rows import Ints, Rows
@@ -162,6 +162,17 @@ class BatchStream(IterableDataset[RecBatch]):
             i += 1
 
 
+class _EpochSampler(SequentialSampler):
+    """Hands the epoch on. Lightning tries to replace other samplers than sequential ones for ``overfit_batches``."""
+
+    def __init__(self, loader: "StreamLoader") -> None:
+        super().__init__(())
+        self._loader = loader
+
+    def set_epoch(self, epoch: int) -> None:
+        self._loader.set_epoch(epoch)
+
+
 class StreamLoader:
     """Loads a :class:`BatchStream` and remembers the position: Lightning saves and restores it with the checkpoint.
 
@@ -189,9 +200,9 @@ class StreamLoader:
         return self.stream
 
     @property
-    def sampler(self) -> "StreamLoader":
+    def sampler(self) -> "_EpochSampler":
         """Lightning announces each epoch to ``loader.sampler.set_epoch``."""
-        return self
+        return _EpochSampler(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Chooses the order of the next iteration; a new epoch begins at its first batch."""

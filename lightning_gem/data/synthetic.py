@@ -1,12 +1,12 @@
-"""Endless synthetic ads with a planted signal whose best attainable NE is known.
+"""Endless synthetic ads with a planted signal whose best attainable normalized entropy is known.
 
-Every row is a pure function of (seed, split, row): nothing is stored, any size costs nothing, and rows do not depend on
-chunks, ranks or workers. The labels follow from *recent events of the candidate's category*: which of the many categories
-matters, how a user's segment values each action and how strongly the candidate's format responds is known only from the
-request, so a summary of the history made without the request cannot hold the answer (see :class:`World`).
+Every row is a pure function of (seed, split, row): nothing is stored, any size costs nothing, and rows depend neither on
+chunks nor on ranks or workers. The labels follow from recent events *of the candidate's category*, valued by the action
+that the user took then, by the user's segment and by the candidate's format: which events count is known only from the
+request, so a summary of the history made without the request must keep everything to keep the answer.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +19,15 @@ Keys = npt.NDArray[np.uint64]
 Doubles = npt.NDArray[np.float64]
 
 SPLITS = ("train", "val", "test")
+REQUEST_FEATURES = ("user", "segment", "category", "format", "item")
+EVENT_FEATURES = ("category", "action")
 NUM_SEGMENTS = 8
 NUM_FORMATS = 4
 NUM_ACTIONS = 4
-NUM_INTERESTS = 2
-NUM_BRANDS = 16
+NUM_INTERESTS = 4
 DAY = 86_400
 FIRST_REQUEST = 1_700_000_000
-
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
+MAX_CHUNKS = 256
 
 
 @dataclass
@@ -36,44 +35,25 @@ class SyntheticSequence:
     """Shape of one event history.
 
     Args:
-        name: Name of the sequence.
         max_len: Longest history.
-        num_features: Categorical features per event: the event's category, the user's action, then background ids.
-        num_embeddings: Table rows of each background feature.
-        embedding_dim: Width of the tables.
+        num_features: Categorical features per event: the category, the action, then background ids.
         num_floats: Numeric background features per event.
+        name: Name of the sequence; ``sequence_<i>`` when not given.
     """
 
-    name: str
     max_len: int = 24
     num_features: int = 3
-    num_embeddings: int = 1000
-    embedding_dim: int = 16
     num_floats: int = 0
-
-
-@dataclass
-class SyntheticShape:
-    """Everything that decides the rows; see :class:`SyntheticAds` for the meaning of the fields."""
-
-    sequences: list[SyntheticSequence]
-    num_tasks: int
-    num_sparse: int
-    num_dense: int
-    num_embeddings: int
-    num_categories: int
-    num_domains: int
-    empty: float
-    seed: int
+    name: str | None = None
 
 
 @dataclass
 class BestNE:
-    """Normalized entropies of one task on one split; no model can be better but by luck.
+    """Normalized entropies of one task on one split that no model can beat but by luck.
 
     Attributes:
         expected: Of the true probabilities, in expectation over the labels.
-        realised: Of the true probabilities on the labels that were drawn.
+        realised: Of the true probabilities, on the labels that were drawn.
         without_sequences: Of the best prediction from the request alone, in expectation.
     """
 
@@ -82,153 +62,336 @@ class BestNE:
     without_sequences: float
 
 
-def _mix(x: Keys) -> Keys:
-    """Finaliser of SplitMix64: consecutive inputs become independent 64-bit values."""
-    x = x ^ (x >> 30)
-    x *= 0xBF58476D1CE4E5B9
-    x ^= x >> 27
-    x *= 0x94D049BB133111EB
-    x ^= x >> 31
-    return x
+@dataclass
+class _Requests:
+    key: Keys
+    ids: dict[str, Ints]
+    interests: Ints
+    domain: Ints
+    dense: Doubles
 
 
-def _hash(key: Keys, *parts: npt.NDArray[np.generic] | int) -> Keys:
+@dataclass
+class _History:
+    lengths: Ints
+    row: Ints
+    age: Ints
+    category: Ints
+    action: Ints
+    key: Keys
+
+
+class SyntheticAds(RecDataModule):
+    """Ads clicks (``click``) and conversions on clicks (``conversion``) from a world whose probabilities are known.
+
+    Ids are Zipf distributed, histories heavy-tailed with empty ones among them, events come in bursts.
+
+    Args:
+        num_train: Training rows; any number, nothing is materialised.
+        num_val: Validation rows.
+        num_test: Test rows.
+        batch_size: Rows per batch and rank.
+        num_workers: Worker processes per loader.
+        seed: Seed of the world and of the shuffles.
+        sequences: Shapes of the histories. Clicks follow from the first, conversions from the second if there is one,
+            the others are background.
+        num_sparse: Categorical request features: user, segment, category, format, item, then background ids.
+        num_dense: Numeric background features of the request.
+        num_tasks: Tasks; beyond click and conversion they are more outcomes of the first history.
+        num_embeddings: Rows of the tables of ids.
+        embedding_dim: Width of the tables of the request.
+        event_embedding_dim: Width of the tables of the events; ``embedding_dim`` when not given.
+        num_categories: Categories of events and candidates.
+        num_domains: Surfaces.
+        empty: Share of the histories without any event.
+    """
+
+    def __init__(
+        self,
+        num_train: int = 200_000,
+        num_val: int = 20_000,
+        num_test: int = 20_000,
+        batch_size: int = 256,
+        num_workers: int = 0,
+        seed: int = 0,
+        sequences: list[SyntheticSequence] | None = None,
+        num_sparse: int = 12,
+        num_dense: int = 0,
+        num_tasks: int = 2,
+        num_embeddings: int = 1000,
+        embedding_dim: int = 16,
+        event_embedding_dim: int | None = None,
+        num_categories: int = 8,
+        num_domains: int = 1,
+        empty: float = 0.05,
+    ) -> None:
+        if sequences is None:
+            sequences = [SyntheticSequence(24, 3, name="views"), SyntheticSequence(12, 2, name="clicks")]
+        if num_sparse < len(REQUEST_FEATURES) or num_tasks < 1 or not sequences:
+            raise ValueError(
+                f"the planted signal needs num_sparse >= {len(REQUEST_FEATURES)} (not {num_sparse}), num_tasks >= 1 "
+                f"(not {num_tasks}) and at least one sequence (not {len(sequences)})"
+            )
+        if any(sequence.num_features < len(EVENT_FEATURES) for sequence in sequences):
+            raise ValueError(f"every sequence needs num_features >= {len(EVENT_FEATURES)}: category and action")
+        self.num_rows = dict(zip(SPLITS, (num_train, num_val, num_test), strict=True))
+        sizes = {"segment": NUM_SEGMENTS, "category": num_categories, "format": NUM_FORMATS, "action": NUM_ACTIONS}
+
+        def feature(name: str, dim: int) -> SparseFeature:
+            return SparseFeature(name, sizes.get(name, num_embeddings), dim, encoding="index")
+
+        names = [*REQUEST_FEATURES, *(f"id_{i}" for i in range(num_sparse - len(REQUEST_FEATURES)))]
+        schema = Schema(
+            tasks=[Task("click"), Task("conversion", given="click"), *(Task(f"task_{i}") for i in range(2, num_tasks))][
+                :num_tasks
+            ],
+            sparse=[feature(name, embedding_dim) for name in names],
+            dense=[DenseFeature(f"dense_{i}") for i in range(num_dense)],
+            sequences=[
+                Sequence(
+                    shape.name or f"sequence_{i}",
+                    [
+                        feature(name, event_embedding_dim or embedding_dim)
+                        for name in (*EVENT_FEATURES, *(f"id_{j}" for j in range(shape.num_features - 2)))
+                    ],
+                    [DenseFeature(f"float_{j}") for j in range(shape.num_floats)],
+                    max_len=shape.max_len,
+                )
+                for i, shape in enumerate(sequences)
+            ],
+            timestamp="time",
+            user="user",
+            domain="domain" if num_domains > 1 else None,
+            num_domains=num_domains,
+        )
+        super().__init__(schema, batch_size, num_workers, seed=seed)
+        self.world = World(schema, sequences, empty, seed)
+
+    def setup(self, stage: str) -> None:
+        """Makes the splits; instantaneous for any size."""
+        for split, num_rows in self.num_rows.items():
+            self.sources[split] = SyntheticSource(self.world, SPLITS.index(split), num_rows)
+
+    def best_ne(self, split: str = "val", max_rows: int = 20_000, num_draws: int = 32) -> dict[str, BestNE]:
+        """What the best model would reach, by task.
+
+        Args:
+            split: The split.
+            max_rows: Rows to compute it on, from the split's start.
+            num_draws: Histories drawn per request for the value without sequences.
+        """
+        num_rows = min(self.num_rows[split], max_rows)
+        requests = self.world.requests(SPLITS.index(split), 0, num_rows)
+        p = self.world.probabilities(requests, self.world.histories(requests))
+        labels, weights = self.world.labels(requests, p)
+        blind = np.mean(
+            [self.world.probabilities(requests, self.world.histories(requests, d + 1)) for d in range(num_draws)], axis=0
+        )
+        result = {}
+        for i, task in enumerate(self.schema.tasks):
+            # In expectation, a conversion counts with the probability of its click.
+            weight = p[:, 0] if task.given else np.ones(num_rows)
+            given = weights[:, i] > 0
+            result[task.name] = BestNE(
+                expected=_normalized_entropy(p[:, i], p[:, i], weight),
+                realised=_normalized_entropy(p[given, i], labels[given, i], np.ones(given.sum())),
+                without_sequences=_normalized_entropy(blind[:, i], p[:, i], weight),
+            )
+        return result
+
+
+class World:
+    """What users and ads are like, and the true probabilities of every task."""
+
+    focus = 0.85  # share of events and candidates that lie within the user's interests
+    memory = 2 * DAY  # over which an event loses its weight
+    shrinkage = 0.3  # weight of no event at all
+    gain = 3.0
+    bias = -3.0
+    id_scale = 0.25
+    static_scale = 0.4
+
+    def __init__(self, schema: Schema, shapes: list[SyntheticSequence], empty: float, seed: int) -> None:
+        self.schema = schema
+        self.shapes = shapes
+        self.empty = empty
+        self.seed = seed
+        sizes = {feature.name: feature.num_embeddings for feature in schema.sparse}
+        self.num_categories, self.num_ids = sizes["category"], sizes["user"]
+        rng = np.random.default_rng((seed, 77))
+        num_tasks = len(schema.tasks)
+        # An action is worth much the same to all segments, and something of its own to each; 1 on average.
+        common = np.linspace(1, -1, NUM_ACTIONS) / np.linspace(1, -1, NUM_ACTIONS).std()
+        own = rng.standard_normal((num_tasks, NUM_SEGMENTS, NUM_ACTIONS))
+        own = (own - own.mean(-1, keepdims=True)) / own.std(-1, keepdims=True)
+        values = 0.8 * common + 0.6 * own
+        self.values = values / values.std(-1, keepdims=True) + 1
+        self.gains = self.gain * np.linspace(0.6, 1.4, NUM_FORMATS)
+        self.by_category = self.static_scale * rng.standard_normal((num_tasks, self.num_categories))
+        self.by_pair = self.static_scale * rng.standard_normal((num_tasks, NUM_SEGMENTS, NUM_FORMATS))
+        self.by_domain = 0.3 * rng.standard_normal((num_tasks, schema.num_domains))
+
+    def requests(self, split: int, start: int, stop: int) -> _Requests:
+        """The request side of rows ``start`` to ``stop``."""
+        key = _hash(np.arange(start, stop, dtype=np.uint64), self.seed, split)
+        user = _zipf(_uniform(_hash(key, 0)), self.num_ids)
+        user_key = _hash(user.astype(np.uint64), self.seed, 1)
+        interests = np.stack(
+            [_zipf(_uniform(_hash(user_key, 2 + i)), self.num_categories) for i in range(NUM_INTERESTS)], axis=1
+        )
+        ids = {
+            "user": user,
+            "segment": (_hash(user_key, 0) % NUM_SEGMENTS).astype(np.int64),
+            "category": self._category(_hash(key, 1), interests),
+            "format": (_hash(key, 2) % NUM_FORMATS).astype(np.int64),
+            "item": _zipf(_uniform(_hash(key, 3)), self.num_ids),
+        }
+        for i, feature in enumerate(self.schema.sparse[len(REQUEST_FEATURES) :]):
+            ids[feature.name] = _zipf(_uniform(_hash(key, 100 + i)), self.num_ids)
+        dense = np.empty((len(key), len(self.schema.dense)))
+        for i in range(dense.shape[1]):
+            dense[:, i] = _centred(_uniform(_hash(key, 10_000 + i)))
+        domain = (_hash(key, 4) % self.schema.num_domains).astype(np.int64)
+        return _Requests(key, ids, interests, domain, dense)
+
+    def _category(self, key: Keys, interests: Ints) -> Ints:
+        """One of the user's interests, or any category."""
+        uniform = _uniform(key)
+        index = np.minimum((uniform / self.focus * NUM_INTERESTS).astype(np.int64), NUM_INTERESTS - 1)
+        anything = _zipf(_uniform(_hash(key, 0)), self.num_categories)
+        return np.where(uniform < self.focus, interests[np.arange(len(key)), index], anything)
+
+    def histories(self, requests: _Requests, draw: int = 0) -> list[_History]:
+        """Events of every sequence; other draws give other histories of the same users."""
+        return [self._history(requests, i, shape.max_len, draw) for i, shape in enumerate(self.shapes)]
+
+    def _history(self, requests: _Requests, index: int, max_len: int, draw: int) -> _History:
+        key = _hash(requests.key, 50, index, draw)
+        normal = np.sqrt(-2 * np.log1p(-_uniform(_hash(key, 0)))) * np.cos(2 * np.pi * _uniform(_hash(key, 1)))
+        lengths = np.minimum(1 + 0.4 * max_len * np.exp(0.8 * normal), max_len).astype(np.int64)
+        lengths[_uniform(_hash(key, 2)) < self.empty] = 0
+        row = np.repeat(np.arange(len(key)), lengths)
+        ends = np.cumsum(lengths)
+        event = _hash(key[row], ends[row] - 1 - np.arange(len(row)))
+        # Bursts: most gaps are minutes, three in ten are a good part of a day.
+        kind, size = _uniform(_hash(event, 0)), -np.log1p(-_uniform(_hash(event, 3)))
+        gap = 1 + (size * np.where(kind < 0.3, 0.75 * DAY, 120)).astype(np.int64)
+        total = np.cumsum(gap)
+        age = total[ends[row] - 1] - total + gap
+        category = self._category(_hash(event, 1), requests.interests[row])
+        return _History(lengths, row, age, category, (_hash(event, 2) >> 62).astype(np.int64), event)
+
+    def probabilities(self, requests: _Requests, histories: list[_History]) -> Doubles:
+        """True probability of every task (of a conversion: given the click), ``(num_rows, num_tasks)``."""
+        ids, num_rows = requests.ids, len(requests.key)
+        segment, fmt = ids["segment"], ids["format"]
+        logits = np.empty((num_rows, len(self.schema.tasks)))
+        for t in range(logits.shape[1]):
+            history = histories[1 if t == 1 and len(histories) > 1 else 0]
+            match = np.flatnonzero(history.category == ids["category"][history.row])
+            row = history.row[match]
+            weight = np.exp(-history.age[match] / self.memory)
+            value = weight * self.values[t, segment[row], history.action[match]]
+            mean = np.bincount(row, value, num_rows) / (self.shrinkage + np.bincount(row, weight, num_rows))
+            logits[:, t] = self.bias + self.gains[fmt] * mean
+            logits[:, t] += self.by_category[t, ids["category"]] + self.by_pair[t, segment, fmt]
+            logits[:, t] += self.by_domain[t, requests.domain] if self.schema.num_domains > 1 else 0
+            for i, name in enumerate(("user", "item")):
+                effect = _uniform(_hash(ids[name].astype(np.uint64), self.seed, 900 + t, i))
+                logits[:, t] += self.id_scale * _centred(effect)
+        return 1 / (1 + np.exp(-logits))
+
+    def labels(self, requests: _Requests, probabilities: Doubles) -> tuple[Floats, Floats]:
+        """Labels and weights, ``(num_rows, num_tasks)``; what is given a click is missing without one."""
+        labels = np.empty(probabilities.shape, dtype=np.float32)
+        weights = np.ones(probabilities.shape, dtype=np.float32)
+        for t, task in enumerate(self.schema.tasks):
+            labels[:, t] = _uniform(_hash(requests.key, 5_000 + t)) < probabilities[:, t]
+            if task.given:
+                labels[labels[:, 0] == 0, t] = np.nan
+                weights[:, t] = labels[:, 0]
+        return labels, weights
+
+
+class SyntheticSource:
+    """Rows of one split, made when they are read."""
+
+    def __init__(self, world: World, split: int, num_rows: int) -> None:
+        self.world = world
+        self.split = split
+        self.chunk_sizes = [
+            num_rows * (i + 1) // MAX_CHUNKS - num_rows * i // MAX_CHUNKS for i in range(min(MAX_CHUNKS, num_rows))
+        ]
+        if num_rows < MAX_CHUNKS:
+            self.chunk_sizes = [1] * num_rows
+
+    def read(self, chunk: int, start: int, stop: int) -> Rows:
+        """Makes rows ``start`` to ``stop`` of a chunk."""
+        world = self.world
+        first = sum(self.chunk_sizes[:chunk])
+        requests = world.requests(self.split, first + start, first + stop)
+        histories = world.histories(requests)
+        labels, weights = world.labels(requests, world.probabilities(requests, histories))
+        now = FIRST_REQUEST + (_uniform(_hash(requests.key, 6)) * 30 * DAY).astype(np.int64)
+        return Rows(
+            dense=requests.dense.astype(np.float32),
+            sparse={feature.name: Bags.single(requests.ids[feature.name]) for feature in world.schema.sparse},
+            sequences={
+                sequence.name: self._events(sequence, history, now)
+                for sequence, history in zip(world.schema.sequences, histories, strict=True)
+            },
+            sequence_keys={sequence.name: sequence.keys for sequence in world.schema.sequences},
+            request_timestamps=now,
+            domain=requests.domain,
+            labels=labels,
+            weights=weights,
+            user=requests.ids["user"],
+            row=np.arange(first + start, first + stop),
+        )
+
+    @staticmethod
+    def _events(sequence: Sequence, history: _History, now: Ints) -> Events:
+        background = [
+            _zipf(_uniform(_hash(history.key, 200 + i)), feature.num_embeddings)
+            for i, feature in enumerate(sequence.features[len(EVENT_FEATURES) :])
+        ]
+        floats = [_centred(_uniform(_hash(history.key, 300 + i))) for i in range(len(sequence.floats))]
+        return Events(
+            ids=np.stack([history.category, history.action, *background]),
+            floats=np.stack(floats, axis=1).astype(np.float32) if floats else np.zeros((len(history.row), 0), np.float32),
+            timestamps=now[history.row] - history.age,
+            starts=np.cumsum(history.lengths) - history.lengths,
+            lengths=history.lengths,
+        )
+
+
+def _normalized_entropy(prediction: Doubles, probability: Doubles, weight: Doubles) -> float:
+    mean = np.average(probability, weights=weight)
+    loss = -np.average(probability * np.log(prediction) + (1 - probability) * np.log1p(-prediction), weights=weight)
+    return float(loss / -(mean * np.log(mean) + (1 - mean) * np.log1p(-mean)))
+
+
+def _hash(key: Keys, *parts: npt.NDArray[np.integer] | int) -> Keys:
+    """Mixes counters into keys (the finaliser of SplitMix64): consecutive inputs become independent values."""
     for part in parts:
-        step = (part + 1) * _GOLDEN & _MASK if isinstance(part, int) else (part.astype(np.uint64) + 1) * _GOLDEN
-        key = _mix(key + step)
+        step = np.uint64(part) if isinstance(part, int) else part.astype(np.uint64)
+        mixed: Keys = key + (step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        key = mixed ^ (mixed >> np.uint64(31))
     return key
 
 
 def _uniform(key: Keys) -> Doubles:
     """Uniform in [0, 1)."""
-    return (key >> 11) * 2.0**-53
+    return (key >> np.uint64(11)) * 2.0**-53
 
 
 def _zipf(uniform: Doubles, size: int) -> Ints:
-    """Log-uniform ranks in [0, size): ``P(k) ~ 1 / (k + 1)``, in closed form for any size."""
+    """Ranks in [0, size) with ``P(k)`` close to ``1 / (k + 1)``, in closed form for any size."""
     return np.minimum(np.exp(uniform * np.log(size + 1.0)).astype(np.int64), size) - 1
 
 
 def _centred(uniform: Doubles) -> Doubles:
     """Mean 0 and variance 1."""
     return np.sqrt(12.0) * (uniform - 0.5)
-
-
-@dataclass
-class History:
-    lengths: Ints
-    row: Ints
-    age: Ints
-    category: Ints
-    brand: Ints
-    action: Ints
-    key: Keys
-
-
-class World:
-    """What users and ads are like, and the true click and conversion probabilities."""
-
-    focus = 0.85
-    vmean = 0.0
-    by_brand = 1.0
-    median = 0.4
-    sigma = 0.8
-    memory = 2 * DAY
-    shrinkage = 0.3
-    base = 0.8
-    gain = 2.4
-    id_scale = 0.25
-    static_scale = 0.4
-
-    def __init__(self, shape: SyntheticShape) -> None:
-        self.shape = shape
-        rng = np.random.default_rng((shape.seed, 77))
-        tasks, segments = shape.num_tasks, NUM_SEGMENTS
-        base = np.linspace(1, -1, NUM_ACTIONS)
-        base = base / base.std()
-        own = rng.standard_normal((tasks, segments, NUM_ACTIONS))
-        own -= own.mean(-1, keepdims=True)
-        own /= own.std(-1, keepdims=True)
-        values = self.base * base + np.sqrt(1 - self.base**2) * own
-        self.values = values / values.std(-1, keepdims=True) + self.vmean
-        self.gains = self.gain * np.linspace(0.6, 1.4, NUM_FORMATS)[None].repeat(tasks, 0)
-        self.by_category = self.static_scale * rng.standard_normal((tasks, shape.num_categories))
-        self.by_pair = self.static_scale * rng.standard_normal((tasks, segments, NUM_FORMATS))
-        self.by_domain = 0.3 * rng.standard_normal((tasks, shape.num_domains)) * (shape.num_domains > 1)
-        self.bias = np.full(tasks, -1.0)
-
-    def request(self, key: Keys) -> dict[str, npt.NDArray]:
-        shape = self.shape
-        user = _zipf(_uniform(_hash(key, 0)), shape.num_embeddings)
-        user_key = _hash(user.astype(np.uint64), shape.seed)
-        interests = [
-            np.stack([_zipf(_uniform(_hash(user_key, 1 + i, k)), size) for i in range(NUM_INTERESTS)], axis=1)
-            for k, size in enumerate((shape.num_categories, NUM_BRANDS))
-        ]
-        segment = (_hash(user_key, 0) % NUM_SEGMENTS).astype(np.int64)
-        category = self.pick(_hash(key, 1), interests[0], np.arange(len(key)), shape.num_categories)
-        brand = self.pick(_hash(key, 7), interests[1], np.arange(len(key)), NUM_BRANDS)
-        fmt = (_hash(key, 2) % NUM_FORMATS).astype(np.int64)
-        item = _zipf(_uniform(_hash(key, 3)), shape.num_embeddings)
-        out = dict(user=user, segment=segment, category=category, brand=brand, format=fmt, item=item)
-        for i in range(6, shape.num_sparse):
-            out[f"id_{i}"] = _zipf(_uniform(_hash(key, 100 + i)), shape.num_embeddings)
-        domain = (_hash(key, 4) % shape.num_domains).astype(np.int64)
-        dense = (
-            np.stack([_centred(_uniform(_hash(key, 10_000 + i))) for i in range(shape.num_dense)], axis=1)
-            if shape.num_dense
-            else np.zeros((len(key), 0))
-        )
-        return dict(sparse=out, interests=interests, domain=domain, dense=dense)
-
-    def pick(self, key: Keys, interests: Ints, row: Ints, size: int) -> Ints:
-        u = _uniform(key)
-        index = np.minimum((u / self.focus * NUM_INTERESTS).astype(np.int64), NUM_INTERESTS - 1)
-        return np.where(u < self.focus, interests[row, index], _zipf(_uniform(_hash(key, 0)), size))
-
-    def history(self, s: int, key: Keys, interests: Ints, draw: int = 0) -> History:
-        seq = self.shape.sequences[s]
-        key = _hash(key, 50, s, draw)
-        u, v = _uniform(_hash(key, 0)), _uniform(_hash(key, 1))
-        normal = np.sqrt(-2 * np.log1p(-u)) * np.cos(2 * np.pi * v)
-        lengths = np.minimum(1 + self.median * seq.max_len * np.exp(self.sigma * normal), seq.max_len).astype(np.int64)
-        lengths[_uniform(_hash(key, 2)) < self.shape.empty] = 0
-        row = np.repeat(np.arange(len(key)), lengths)
-        ends = np.cumsum(lengths)
-        recency = ends[row] - 1 - np.arange(len(row))
-        event = _hash(key[row], recency)
-        g = _uniform(_hash(event, 0))
-        long = g < 0.3
-        gap = np.where(long, -np.log1p(-g / 0.3 * long) * 0.75 * DAY, -np.log1p(-(g - 0.3) / 0.7 * ~long) * 120).astype(
-            np.int64
-        )
-        gap += 1
-        total = np.cumsum(gap)
-        age = np.append(total, 0)[ends[row] - 1] - total + gap
-        category = self.pick(_hash(event, 1), interests[0], row, self.shape.num_categories)
-        brand = self.pick(_hash(event, 3), interests[1], row, NUM_BRANDS)
-        action = (_hash(event, 2) >> 62).astype(np.int64)
-        return History(lengths, row, age, category, brand, action, event)
-
-    def logits(self, req, histories: list[History]) -> Doubles:
-        sp = req["sparse"]
-        out = np.empty((len(sp["user"]), self.shape.num_tasks))
-        user_key, item_key = (_hash(sp[n].astype(np.uint64), self.shape.seed, n == "item") for n in ("user", "item"))
-        for t in range(self.shape.num_tasks):
-            logit = self.bias[t] + self.by_category[t, sp["category"]] + self.by_pair[t, sp["segment"], sp["format"]]
-            logit += self.by_domain[t, req["domain"]]
-            logit += self.id_scale * (
-                _centred(_uniform(_hash(user_key, 900 + t))) + _centred(_uniform(_hash(item_key, 900 + t)))
-            )
-            h = histories[min(t, len(histories) - 1)]
-            same = h.category == sp["category"][h.row]
-            if h is histories[0] and self.by_brand:
-                same &= h.brand == sp["brand"][h.row]
-            match = np.flatnonzero(same)
-            row = h.row[match]
-            w = np.exp(-h.age[match] / self.memory)
-            v = self.values[t, sp["segment"][row], h.action[match]]
-            n = len(logit)
-            ev = np.bincount(row, w * v, n) / (self.shrinkage + np.bincount(row, w, n))
-            out[:, t] = logit + self.gains[t, sp["format"]] * ev
-        return out

@@ -69,6 +69,8 @@ class GEMConfig:
         experts: Mixture of Wukong experts of every layer.
         head_hidden: Hidden widths of the MLP that all tasks share.
         task_hidden: Hidden widths of each task's own MLP.
+        wide: Add a linear map of the request's embeddings and numbers to the logits: what norms and experts lose of their
+            size, a logistic regression keeps.
         activation: Activation of the personalised feed-forward network and the MLPs.
         time_scale: Seconds that count as one unit of age in the rotary time encoding.
         time_features: Feed the events' age and gap, both in log scale, to the event tokenizer.
@@ -96,6 +98,7 @@ class GEMConfig:
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     head_hidden: list[int] = field(default_factory=lambda: [32])
     task_hidden: list[int] = field(default_factory=list)
+    wide: bool = False
     activation: Literal["hardswish", "gelu_tanh", "silu", "relu"] = "hardswish"
     time_scale: float = 86400.0
     time_features: bool = True

@@ -7,9 +7,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_gem.data.schema import Schema, Table
 
-INIT_RANGE = 0.05
-
-
 def table_name(table: Table) -> str:
     """Name of a table inside its collection: a module's name, so free of dots and of the names of methods."""
     return f"table_{table.name.replace('.', '_')}"
@@ -31,8 +28,6 @@ def request_embeddings(schema: Schema) -> EmbeddingBagCollection | None:
                 embedding_dim=table.embedding_dim,
                 feature_names=table.features,
                 pooling=PoolingType.SUM,
-                weight_init_min=-INIT_RANGE,
-                weight_init_max=INIT_RANGE,
             )
             for table in schema.request_tables
         ],
@@ -53,8 +48,6 @@ def event_embeddings(schema: Schema) -> nn.ModuleList:
                     num_embeddings=table.num_embeddings,
                     embedding_dim=table.embedding_dim,
                     feature_names=table.features,
-                    weight_init_min=-INIT_RANGE,
-                    weight_init_max=INIT_RANGE,
                 )
                 for table in tables
             ],

@@ -10,8 +10,9 @@ from lightning_gem.models.functional import layer_norm, rms_norm
 class GDPAFeedForward(nn.Module):
     """Generalised dot-product attention of the tokens to keys and values made from the context.
 
-    ``u = LayerNorm(s); g = act(norm(u) K^T / sqrt(d)) V + u; s = RMSNorm(g) + s``. The number of keys is the hidden width
-    of the feed-forward network. Source: Kunlun (arXiv 2602.10016) and the residual wiring published with Meta's kernels.
+    ``u = LayerNorm(s); g = act(norm(u) K^T / sqrt(d)) V + u; s = RMSNorm(g) + s``. The number of keys is the hidden
+    width of the feed-forward network. Source: Kunlun (arXiv 2602.10016) and the residual wiring published with Meta's
+    kernels.
 
     Args:
         width: Width of the tokens.

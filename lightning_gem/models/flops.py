@@ -1,7 +1,7 @@
 """Forward FLOPs of a GEM network from the lengths of a batch: real tokens and real pairs only.
 
-Embedding lookups, norms, activations, rotations and softmax count zero by convention; a product of ``m x k`` by ``k x n``
-counts ``2 m k n``, attention ``4 width`` per pair of query and key.
+Embedding lookups, norms, activations, rotations and softmax count zero by convention; a product of ``m x k`` by ``k x
+n`` counts ``2 m k n``, attention ``4 width`` per pair of query and key.
 """
 
 from collections import Counter
@@ -55,6 +55,9 @@ def forward_flops(
         flops["experts"] += _expert_flops(config, names, batch_size)
         num_tokens = config.num_expert_outputs
     flops["heads"] = _head_flops(config, num_tokens * width, len(schema.tasks), batch_size)
+    if config.wide:
+        num_wide = sum(feature.embedding_dim for feature in schema.sparse) + len(schema.dense)
+        flops["heads"] += 2 * batch_size * num_wide * len(schema.tasks)
     return dict(flops)
 
 

@@ -1,7 +1,7 @@
 """GEM: event sequences and non-sequence features, interleaved attention and cross-feature learning, experts.
 
-An open reconstruction from public descriptions of Meta's GEM, Kunlun (arXiv 2602.10016), InterFormer (arXiv 2411.09852) and
-Wukong (arXiv 2403.02545).
+An open reconstruction from public descriptions of Meta's GEM, Kunlun (arXiv 2602.10016), InterFormer (arXiv
+2411.09852) and Wukong (arXiv 2403.02545).
 """
 
 from collections.abc import Iterable
@@ -76,6 +76,10 @@ class GEM(nn.Module):
             schema.num_domains,
             config.dropout,
         )
+        self.wide: nn.Linear | None = None
+        if config.wide:
+            num_wide = sum(feature.embedding_dim for feature in schema.sparse) + len(schema.dense)
+            self.wide = nn.Linear(num_wide, len(schema.tasks), bias=False)
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Returns logits ``(B, num_tasks)``."""
@@ -90,7 +94,12 @@ class GEM(nn.Module):
                 poolings[name] = tower.pooling or poolings[name]
             refresh = {name: pooling for name, pooling in poolings.items() if self.config.refreshes(name, i)}
             x, tokens, summaries = layer(x, tokens, summaries, geometry, refresh)
-        return self.heads(x, batch.domain)
+        logits = self.heads(x, batch.domain)
+        if self.wide is not None:
+            parts = [] if embedded is None else [embedded.values()]
+            inputs = torch.cat([*parts, batch.dense], dim=1)
+            logits = logits + self.wide(inputs.to(self.wide.weight.dtype))
+        return logits
 
     def _embed_events(self, batch: RecBatch) -> tuple[dict[str, Tensor], dict[str, SequenceGeometry]]:
         """Event tokens and geometry of every sequence."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from torch import Tensor, nn
 import torch
+from torch import Tensor, nn
 
 from lightning_gem.models.attention import SelfAttention
 from lightning_gem.models.config import GEMConfig

@@ -20,7 +20,6 @@ from lightning_gem.models.losses import task_losses
 from lightning_gem.models.schedules import Decay, warmup_then_decay
 from lightning_gem.optimizers import DenseAndTables, dense_parameters, table_optimizers
 
-
 # A ModuleList of metrics, which type checkers take for a list of plain modules.
 Metrics = Any
 
@@ -117,7 +116,8 @@ class GEMModule(LightningModule):
             # The backward would write it into the tables before any optimizer could refuse.
             raise FloatingPointError(
                 f"the loss of step {self.global_step} is {loss.item()} (tasks: "
-                f"{dict(zip([task.name for task in self.tasks], losses.tolist(), strict=True))}): no weight was changed "
+                f"{dict(zip([task.name for task in self.tasks], losses.tolist(), strict=True))}): no weight was "
+                f"changed "
                 "in this step; look for extreme inputs, or lower the learning rates or the precision's range"
             )
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch))

@@ -1,7 +1,8 @@
 """Rotary time encoding: half of the rotation pairs turn with the position, half with the logarithm of the age.
 
-After ROTE as described for Kunlun (arXiv 2602.10016). Both are counted back from the request, so that a query which stands
-for the request itself needs no rotation and attention to it depends on how long ago, and how many events ago, a key lies.
+After ROTE as described for Kunlun (arXiv 2602.10016). Both are counted back from the request, so that a query which
+stands for the request itself needs no rotation and attention to it depends on how long ago, and how many events ago, a
+key lies.
 """
 
 import math

@@ -33,6 +33,7 @@ VARIANTS = {
             "clicks": SequenceConfig(width=8, num_heads=1, num_seeds=4, num_tokens=2, num_layers=2),
         },
     ),
+    "wide": GEMConfig(wide=True),
     "gate_and_task_heads": GEMConfig(event_gate=True, task_hidden=[16], time_features=False, num_dense_tokens=2),
 }
 

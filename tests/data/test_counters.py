@@ -1,0 +1,94 @@
+"""Counters over the latest events and in log odds, and bucketed columns to count by, against plain loops."""
+
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from lightning_gem.data.interaction_log import Counter, Derived, InteractionLog, Split
+from lightning_gem.data.schema import DenseFeature, Schema, SparseFeature, Task
+from tests.data.log_helpers import read_rows
+
+
+def make_log(folder: Path, **arguments: object) -> InteractionLog:
+    rng = np.random.default_rng(0)
+    log = pa.table(
+        {
+            "user": rng.integers(0, 5, 200),
+            "time": np.sort(rng.integers(0, 120, 200)),
+            "price": pa.array(rng.random(200), mask=rng.random(200) < 0.1),
+            "click": rng.integers(0, 2, 200),
+        }
+    )
+    pq.write_table(log, folder / "log.parquet")
+    schema = Schema(
+        tasks=[Task("click")],
+        dense=[DenseFeature("price", fill=-1)],
+        sparse=[SparseFeature("user", 5, encoding="index")],
+        user="user",
+        timestamp="time",
+    )
+    data = InteractionLog(
+        schema,
+        str(folder / "log.parquet"),
+        8,
+        split=Split(test=0, val=0),
+        cache_dir=str(folder / "cache"),
+        **arguments,  # type: ignore[arg-type]
+    )
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def log_odds(rate: float) -> float:
+    rate = min(max(rate, 1e-3), 1 - 1e-3)
+    return float(np.log(rate / (1 - rate)))
+
+
+@pytest.mark.parametrize("last", [None, 3])
+def test_log_odds_of_the_latest_events(tmp_path: Path, last: int | None) -> None:
+    data = make_log(tmp_path, counters=[Counter(["user"], ["click"], prior=2, last=last, log_odds=True)])
+    rows = read_rows(data, "train")
+    names = [feature.name for feature in data.schema.dense]
+    prefix = "user" if last is None else "user_last3"
+    assert names == ["price", f"{prefix}_count", f"{prefix}_click_rate"]
+    log = pq.read_table(tmp_path / "log.parquet").to_pydict()
+    for i in range(200):
+        earlier = [j for j in range(200) if log["time"][j] < log["time"][i]]
+        own = [j for j in earlier if log["user"][j] == log["user"][i]][-(last or 200) :]
+        overall = sum(log["click"][j] for j in earlier) / max(len(earlier), 1)
+        rate = (sum(log["click"][j] for j in own) + 2 * overall) / (len(own) + 2)
+        expected = [np.log1p(len(own)), log_odds(rate) - log_odds(overall)]
+        np.testing.assert_allclose(rows.dense[i, 1:], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_counting_by_bucket(tmp_path: Path) -> None:
+    data = make_log(
+        tmp_path,
+        derived=[Derived("level", "bucket", ["price"], boundaries=[0.3, 0.6])],
+        counters=[Counter(["level"], [])],
+    )
+    counts = np.expm1(read_rows(data, "train").dense[:, 1]).round()
+    log = pq.read_table(tmp_path / "log.parquet").to_pydict()
+    # Null is a level of its own.
+    level = [None if price is None else (price >= 0.3) + (price >= 0.6) for price in log["price"]]
+    for i in range(200):
+        assert counts[i] == sum(level[j] == level[i] for j in range(200) if log["time"][j] < log["time"][i])
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="last must be positive"):
+        make_log(tmp_path, counters=[Counter(["user"], last=0)])
+    with pytest.raises(ValueError, match="needs ascending boundaries"):
+        make_log(tmp_path, derived=[Derived("level", "bucket", ["price"])])
+    with pytest.raises(ValueError, match="needs ascending boundaries"):
+        make_log(tmp_path, derived=[Derived("level", "bucket", ["price"], boundaries=[2, 1])])
+    with pytest.raises(ValueError, match="outcome of the same row"):
+        make_log(
+            tmp_path,
+            derived=[Derived("level", "bucket", ["click"], boundaries=[0.5])],
+            counters=[Counter(["level"], ["click"])],
+        )

@@ -1,0 +1,46 @@
+"""Every recipe runs two steps, trains its whole network, and saves a checkpoint."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from lightning_gem.cli import main
+
+ROOT = Path(__file__).parents[1]
+# What makes the large presets fit into this test: fewer rows per table, narrow experts and few requests. Depth, widths,
+# sequences and everything else stay.
+SMALLER = {
+    "small": ["--data.batch_size=2", "--data.num_workers=0", "--data.num_embeddings=100"],
+    "base_1b": ["--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100", "{config}.experts.hidden=16"],
+    "paper": ["--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100", "{config}.experts.hidden=16"],
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = path.read_text()
+    if "../shared/data" in text and not (ROOT.parent / "shared" / "data").exists():
+        pytest.skip("the real data sets are not in ../shared/data")
+    assert yaml.safe_load(text)["trainer"]["logger"], "recipes log to CSV and W&B"
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    extra = [
+        argument.format(config="--model.network.init_args.config") for argument in SMALLER.get(path.stem, [])
+    ]
+    main(
+        [
+            "fit",
+            *("--config", str(path)),
+            *("--trainer.max_steps=2", "--trainer.limit_val_batches=1", "--trainer.num_sanity_val_steps=0"),
+            *("--trainer.accelerator=cpu", "--trainer.logger=false", "--trainer.enable_progress_bar=false"),
+            f"--trainer.default_root_dir={tmp_path}",
+            f"--checkpoint.dirpath={tmp_path}",
+            *extra,
+        ]
+    )
+    checkpoint = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 2
+    moments = checkpoint["optimizer_states"][0]["dense"]["state"]
+    assert len(moments) == len(checkpoint["optimizer_states"][0]["dense"]["param_groups"][0]["params"])
