@@ -13,7 +13,19 @@ ROOT = Path(__file__).parents[1]
 # sequences and everything else stay.
 SMALLER = {
     "small": ["--data.batch_size=2", "--data.num_workers=0", "--data.num_embeddings=100"],
-    "base_1b": ["--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100", "{config}.experts.hidden=16"],
+"
+""
+""
+""
+""
+""
+""
+    "    "
+    ""base_1b": "
+    "["--data.batch_size=1", "
+    ""--data.num_workers=0", "
+    ""--data.num_embeddings=100", "
+    ""{config}.experts.hidden=16"],
     "paper": ["--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100", "{config}.experts.hidden=16"],
 }
 

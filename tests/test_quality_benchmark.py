@@ -1,4 +1,4 @@
-"""The quality benchmark: every recipe has targets for its tasks, forgetting forgets, and a tiny run writes its table."""
+"""The quality benchmark: recipes have targets for their tasks, forgetting forgets, means and files are right."""
 
 import csv
 from pathlib import Path

@@ -78,6 +78,8 @@ def _share_out(num_lines: int, shares: dict[str, float]) -> dict[str, int]:
             raise ValueError(
                 f"{name}_fraction={shares[name]} of {num_lines} lines is no line: raise it, or set it to 0"
             )
+    if sum(counts.values()) >= num_lines:
+        raise ValueError(f"of {num_lines} lines {counts} would leave none for training: lower the fractions")
     return {"train": num_lines - sum(counts.values()), **counts}
 
 

@@ -50,16 +50,17 @@ def expand_paths(paths: str | list[str], suffix: str = ".parquet") -> list[str]:
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    return [(int(text), "") if text.isdigit() else (-1, text) for text in re.split(r"(\d+)", path)]
+    return [(int(text), "") if text.isdecimal() else (-1, text) for text in re.split(r"(\d+)", path)]
 
 
 def read_pieces(path: str, columns: list[str]) -> Iterator[tuple[pa.RecordBatch, str]]:
     """Some columns of a file in pieces, each with its place for error messages."""
     file = _open(path)
+    schema = file.schema_arrow
+    for column in columns:
+        check_column(schema, column, f"file {path}", column in schema.names and is_list(schema.field(column).type))
     for group in range(file.num_row_groups):
         where = f"file {path}, row group {group}"
-        for column in columns:
-            check_column(file.schema_arrow, column, where, is_list(file.schema_arrow.field(column).type))
         with _reading(where):
             for piece in file.iter_batches(_PIECE_ROWS, row_groups=[group], columns=columns):
                 yield piece, where

@@ -123,7 +123,7 @@ class Rows:
 
     Attributes:
         sparse: Categorical features of the request; None where the ids are in ``single``.
-        single: Ids of the features with None in ``sparse``, int64 ``(num_such_features, num_rows)``; see :meth:`compact`.
+        single: Ids of the features with None in ``sparse``, int64 ``(num_features, num_rows)``; see :meth:`compact`.
     """
 
     dense: Floats

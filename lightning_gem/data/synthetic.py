@@ -164,7 +164,8 @@ class SyntheticAds(RecDataModule):
             domain="domain" if num_domains > 1 else None,
             num_domains=num_domains,
         )
-        super().__init__(schema, batch_size, num_workers, seed=seed)
+        # Rows are independent draws: shuffling them would only cost memory.
+        super().__init__(schema, batch_size, num_workers, shuffle_rows=0, seed=seed)
         self.world = World(schema, sequences, empty, seed)
 
     def setup(self, stage: str) -> None:
@@ -184,18 +185,18 @@ class SyntheticAds(RecDataModule):
         requests = self.world.requests(SPLITS.index(split), 0, num_rows)
         p = self.world.probabilities(requests, self.world.histories(requests))
         labels, weights = self.world.labels(requests, p)
-        blind = np.mean(
-            [self.world.probabilities(requests, self.world.histories(requests, d + 1)) for d in range(num_draws)], axis=0
-        )
+        draws = [self.world.probabilities(requests, self.world.histories(requests, d + 1)) for d in range(num_draws)]
         result = {}
         for i, task in enumerate(self.schema.tasks):
             # In expectation, a conversion counts with the probability of its click.
             weight = p[:, 0] if task.given else np.ones(num_rows)
             given = weights[:, i] > 0
+            draw_weights = [draw[:, 0] if task.given else np.ones(num_rows) for draw in draws]
+            blind = np.average([draw[:, i] for draw in draws], axis=0, weights=draw_weights)
             result[task.name] = BestNE(
                 expected=_normalized_entropy(p[:, i], p[:, i], weight),
                 realised=_normalized_entropy(p[given, i], labels[given, i], np.ones(given.sum())),
-                without_sequences=_normalized_entropy(blind[:, i], p[:, i], weight),
+                without_sequences=_normalized_entropy(blind, p[:, i], weight),
             )
         return result
 
@@ -374,7 +375,8 @@ def _normalized_entropy(prediction: Doubles, probability: Doubles, weight: Doubl
 def _hash(key: Keys, *parts: npt.NDArray[np.integer] | int) -> Keys:
     """Mixes counters into keys (the finaliser of SplitMix64): consecutive inputs become independent values."""
     for part in parts:
-        step = np.uint64(part) if isinstance(part, int) else part.astype(np.uint64)
+        # Arrays wrap around silently, scalars with a warning.
+        step = np.atleast_1d(np.asarray(part)).astype(np.uint64)
         mixed: Keys = key + (step + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
         mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

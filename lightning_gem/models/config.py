@@ -69,8 +69,8 @@ class GEMConfig:
         experts: Mixture of Wukong experts of every layer.
         head_hidden: Hidden widths of the MLP that all tasks share.
         task_hidden: Hidden widths of each task's own MLP.
-        wide: Add a linear map of the request's embeddings and numbers to the logits: what norms and experts lose of their
-            size, a logistic regression keeps.
+        wide: Add a linear map of the request's embeddings and numbers to the logits: it keeps their size, which norms
+            of the experts and the heads take away.
         activation: Activation of the personalised feed-forward network and the MLPs.
         time_scale: Seconds that count as one unit of age in the rotary time encoding.
         time_features: Feed the events' age and gap, both in log scale, to the event tokenizer.

@@ -183,6 +183,8 @@ def test_other_errors(tmp_path: Path) -> None:
     path = write(tmp_path / "a.tsv", range(4))
     with pytest.raises(ValueError, match="val_fraction=0.1 of 4 lines is no line"):
         make(tmp_path, path)
+    with pytest.raises(ValueError, match="of 4 lines .* would leave none for training"):
+        make(tmp_path, path, val_fraction=0.45, test_fraction=0.5)
     whole = write(tmp_path / "b.tsv.gz", range(2000))
     content = Path(whole).read_bytes()
     Path(whole).write_bytes(content[: len(content) // 2])

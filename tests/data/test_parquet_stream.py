@@ -237,6 +237,16 @@ def test_fitted_once_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         make_stream(tmp_path, test=train)
 
 
+def test_columns_to_fit_are_checked(tmp_path: Path) -> None:
+    for columns, text in (
+        (bad(city=None), "column 'city' is missing.*a.parquet"),
+        (bad(age=pa.array(["old"] * NUM_ROWS)), "'age'.*row group 0.*values of type string are not numbers"),
+        (bad(age=pa.nulls(NUM_ROWS, pa.int8())), "'age' has no finite value in the training split"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            make_stream(tmp_path, train=write(tmp_path / "a.parquet", columns))
+
+
 def _fit(folder: Path, path: str, barrier: Any) -> None:
     barrier.wait()
     data = make_stream(folder, train=path)
