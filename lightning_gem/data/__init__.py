@@ -9,6 +9,7 @@ except (ImportError, OSError) as error:
     ) from error
 
 from lightning_gem.data.batch import EventSequence, RecBatch
+from lightning_gem.data.criteo import CriteoTSV
 from lightning_gem.data.interaction_log import InteractionLog
 from lightning_gem.data.module import RecDataModule
 from lightning_gem.data.parquet_stream import ParquetStream
@@ -16,6 +17,7 @@ from lightning_gem.data.schema import DenseFeature, Schema, Sequence, SparseFeat
 from lightning_gem.data.synthetic import SyntheticAds
 
 __all__ = [
+    "CriteoTSV",
     "DenseFeature",
     "EventSequence",
     "InteractionLog",

@@ -1,7 +1,7 @@
 """Endless synthetic ads with a planted signal whose best attainable normalized entropy is known.
 
-Every row is a pure function of (seed, split, row): nothing is stored, any size costs nothing, and rows depend neither on
-chunks nor on ranks or workers. The labels follow from recent events *of the candidate's category*, valued by the action
+Every row is a pure function of (seed, split, row): nothing is stored, any size costs nothing, and rows depend neither
+on chunks nor on ranks or workers. The labels follow from recent events *of the candidate's category*, valued by the action
 that the user took then, by the user's segment and by the candidate's format: which events count is known only from the
 request, so a summary of the history made without the request must keep everything to keep the answer.
 """
@@ -179,7 +179,7 @@ class SyntheticAds(RecDataModule):
         Args:
             split: The split.
             max_rows: Rows to compute it on, from the split's start.
-            num_draws: Histories drawn per request for the value without sequences.
+            num_draws: Histories drawn per request for the value without sequences; few make it too high.
         """
         num_rows = min(self.num_rows[split], max_rows)
         requests = self.world.requests(SPLITS.index(split), 0, num_rows)
@@ -356,10 +356,12 @@ class SyntheticSource:
             _zipf(_uniform(_hash(history.key, 200 + i)), feature.num_embeddings)
             for i, feature in enumerate(sequence.features[len(EVENT_FEATURES) :])
         ]
-        floats = [_centred(_uniform(_hash(history.key, 300 + i))) for i in range(len(sequence.floats))]
+        floats = np.empty((len(history.row), len(sequence.floats)), dtype=np.float32)
+        for i in range(floats.shape[1]):
+            floats[:, i] = _centred(_uniform(_hash(history.key, 300 + i)))
         return Events(
             ids=np.stack([history.category, history.action, *background]),
-            floats=np.stack(floats, axis=1).astype(np.float32) if floats else np.zeros((len(history.row), 0), np.float32),
+            floats=floats,
             timestamps=now[history.row] - history.age,
             starts=np.cumsum(history.lengths) - history.lengths,
             lengths=history.lengths,
@@ -396,4 +398,4 @@ def _zipf(uniform: Doubles, size: int) -> Ints:
 
 def _centred(uniform: Doubles) -> Doubles:
     """Mean 0 and variance 1."""
-    return np.sqrt(12.0) * (uniform - 0.5)
+    return (uniform - 0.5) * 12.0**0.5

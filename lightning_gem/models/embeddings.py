@@ -7,6 +7,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from lightning_gem.data.schema import Schema, Table
 
+
 def table_name(table: Table) -> str:
     """Name of a table inside its collection: a module's name, so free of dots and of the names of methods."""
     return f"table_{table.name.replace('.', '_')}"

@@ -150,7 +150,7 @@ def test_label_rate_is_stable(batch: RecBatch) -> None:
 
 
 def test_best_ne_is_the_ne_of_the_true_probabilities(data: SyntheticAds, batch: RecBatch) -> None:
-    best = data.best_ne("val", num_draws=8)
+    best = data.best_ne("val", num_draws=32)
     requests = data.world.requests(1, 0, len(batch))
     truth = torch.from_numpy(data.world.probabilities(requests, data.world.histories(requests)))
     for i, name in enumerate(("click", "conversion")):
