@@ -2,8 +2,9 @@
 
     python benchmarks/synthetic.py [--rows 1000000] [--seeds 3] [--jobs 2]
 
-Every run trains `configs/tiny.yaml` for one epoch on a CPU thread and is evaluated on the test split. The share of the gap
-is `(1 - NE) / (1 - NE of the true probabilities)`, both on the same labels. Writes a dated CSV to `benchmarks/results`.
+Every run trains `configs/tiny.yaml` for one epoch on a CPU thread and is evaluated on the test split. The share of the
+gap is `(1 - NE) / (1 - NE of the true probabilities)`, both on the same labels. Writes a dated CSV to
+`benchmarks/results`.
 """
 
 import argparse

@@ -11,22 +11,11 @@ from lightning_gem.cli import main
 ROOT = Path(__file__).parents[1]
 # What makes the large presets fit into this test: fewer rows per table, narrow experts and few requests. Depth, widths,
 # sequences and everything else stay.
+COMMON = ["--data.num_workers=0", "--data.num_embeddings=100"]
 SMALLER = {
-    "small": ["--data.batch_size=2", "--data.num_workers=0", "--data.num_embeddings=100"],
-"
-""
-""
-""
-""
-""
-""
-    "    "
-    ""base_1b": "
-    "["--data.batch_size=1", "
-    ""--data.num_workers=0", "
-    ""--data.num_embeddings=100", "
-    ""{config}.experts.hidden=16"],
-    "paper": ["--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100", "{config}.experts.hidden=16"],
+    "small": ["--data.batch_size=2"],
+    "base_1b": ["--data.batch_size=1", "--model.network.init_args.config.experts.hidden=16"],
+    "paper": ["--data.batch_size=1", "--model.network.init_args.config.experts.hidden=16"],
 }
 
 
@@ -38,9 +27,7 @@ def test_two_steps(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert yaml.safe_load(text)["trainer"]["logger"], "recipes log to CSV and W&B"
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    extra = [
-        argument.format(config="--model.network.init_args.config") for argument in SMALLER.get(path.stem, [])
-    ]
+    extra = [*COMMON, *SMALLER[path.stem]] if path.stem in SMALLER else []
     main(
         [
             "fit",

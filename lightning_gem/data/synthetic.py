@@ -1,9 +1,9 @@
 """Endless synthetic ads with a planted signal whose best attainable normalized entropy is known.
 
 Every row is a pure function of (seed, split, row): nothing is stored, any size costs nothing, and rows depend neither
-on chunks nor on ranks or workers. The labels follow from recent events *of the candidate's category*, valued by the action
-that the user took then, by the user's segment and by the candidate's format: which events count is known only from the
-request, so a summary of the history made without the request must keep everything to keep the answer.
+on chunks nor on ranks or workers. The labels follow from recent events *of the candidate's category*, valued by the
+action that the user took then, by the user's segment and by the candidate's format: which events count is known only
+from the request, so a summary of the history made without the request must keep everything to keep the answer.
 """
 
 from dataclasses import dataclass
@@ -396,6 +396,6 @@ def _zipf(uniform: Doubles, size: int) -> Ints:
     return np.minimum(np.exp(uniform * np.log(size + 1.0)).astype(np.int64), size) - 1
 
 
-def _centred(uniform: Doubles) -> Doubles:
+def _centred(uniform: Doubles) -> npt.NDArray[np.floating]:
     """Mean 0 and variance 1."""
     return (uniform - 0.5) * 12.0**0.5
