@@ -388,7 +388,7 @@ def _hash(key: Keys, *parts: npt.NDArray[np.integer] | int) -> Keys:
 
 def _uniform(key: Keys) -> Doubles:
     """Uniform in [0, 1)."""
-    return (key >> np.uint64(11)) * 2.0**-53
+    return (key >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def _zipf(uniform: Doubles, size: int) -> Ints:
@@ -396,6 +396,6 @@ def _zipf(uniform: Doubles, size: int) -> Ints:
     return np.minimum(np.exp(uniform * np.log(size + 1.0)).astype(np.int64), size) - 1
 
 
-def _centred(uniform: Doubles) -> npt.NDArray[np.floating]:
+def _centred(uniform: Doubles) -> Doubles:
     """Mean 0 and variance 1."""
     return (uniform - 0.5) * 12.0**0.5

@@ -76,6 +76,7 @@ class GEMConfig:
         time_features: Feed the events' age and gap, both in log scale, to the event tokenizer.
         rotate_values: Rotate the values of self-attention too.
         event_gate: Gate the event features by each other before the event tokenizer (MaskNet).
+        embedding_init: Tables start uniform in plus and minus this; TorchRec's ``1 / sqrt(rows)`` when not given.
         dropout: Dropout of the tokens that enter the first layer and of the hidden layers of the heads.
         sequence_mode: ``two_way``: the context conditions the sequences and their summaries enrich the context.
             ``one_way``: the sequences ignore the context. ``none``: no sequences at all.
@@ -104,6 +105,7 @@ class GEMConfig:
     time_features: bool = True
     rotate_values: bool = False
     event_gate: bool = False
+    embedding_init: float | None = None
     dropout: float = 0.0
     sequence_mode: Literal["two_way", "one_way", "none"] = "two_way"
     computation_skip: bool = True

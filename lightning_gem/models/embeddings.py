@@ -13,7 +13,11 @@ def table_name(table: Table) -> str:
     return f"table_{table.name.replace('.', '_')}"
 
 
-def request_embeddings(schema: Schema) -> EmbeddingBagCollection | None:
+def _init_range(init: float | None) -> dict[str, float]:
+    return {} if init is None else {"weight_init_min": -init, "weight_init_max": init}
+
+
+def request_embeddings(schema: Schema, init: float | None) -> EmbeddingBagCollection | None:
     """Tables of the request features, pooled by sum; None when the schema has none.
 
     The collection is made on torch's default device, so ``with torch.device("meta")`` costs no memory.
@@ -29,13 +33,14 @@ def request_embeddings(schema: Schema) -> EmbeddingBagCollection | None:
                 embedding_dim=table.embedding_dim,
                 feature_names=table.features,
                 pooling=PoolingType.SUM,
+                **_init_range(init),
             )
             for table in schema.request_tables
         ],
     )
 
 
-def event_embeddings(schema: Schema) -> nn.ModuleList:
+def event_embeddings(schema: Schema, init: float | None) -> nn.ModuleList:
     """Tables of the event features of all sequences: one collection per embedding width, as TorchRec wants it."""
     by_width: dict[int, list[Table]] = {}
     for table in schema.event_tables:
@@ -49,6 +54,7 @@ def event_embeddings(schema: Schema) -> nn.ModuleList:
                     num_embeddings=table.num_embeddings,
                     embedding_dim=table.embedding_dim,
                     feature_names=table.features,
+                    **_init_range(init),
                 )
                 for table in tables
             ],

@@ -46,8 +46,8 @@ class GEM(nn.Module):
         self.config = config
         self.keys = {sequence.name: sequence.keys for sequence in sequences}
 
-        self.request_embeddings = request_embeddings(schema)
-        self.event_embeddings = event_embeddings(schema) if names else nn.ModuleList()
+        self.request_embeddings = request_embeddings(schema, config.embedding_init)
+        self.event_embeddings = event_embeddings(schema, config.embedding_init) if names else nn.ModuleList()
         self.feature_tokenizer = FeatureTokenizer(
             {feature.name: feature.embedding_dim for feature in schema.sparse},
             len(schema.dense),
