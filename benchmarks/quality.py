@@ -453,7 +453,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="trainings side by side, each on one thread")
     parser.add_argument("--device", default=platform.processor() or platform.machine(), help="name for the results")
-    parser.add_argument("--output", type=Path, help="CSV file; benchmarks/results/quality-<date>.csv by default")
+    parser.add_argument("--output", type=Path, help="CSV file; benchmarks/results/<date>_quality_cpu.csv by default")
     # Further arguments go to the command line of every training, such as --trainer.max_epochs=1.
     options, extra = parser.parse_known_args(arguments)
     if not (ROOT.parent / "shared" / "data").is_dir():
@@ -474,7 +474,7 @@ def main(arguments: list[str] | None = None) -> None:
         rows = [row for job in jobs for row in job.result()]
     means = summarise(rows)
     print_tables(means)
-    path = options.output or ROOT / "benchmarks" / "results" / f"quality-{date.today().isoformat()}.csv"
+    path = options.output or ROOT / "benchmarks" / "results" / f"{date.today().isoformat()}_quality_cpu.csv"
     write([*rows, *means], path, f"{options.device}, 1 thread per training, {options.jobs} side by side")
     print(f"\nwritten to {path}")
 

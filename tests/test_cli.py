@@ -164,6 +164,21 @@ def test_a_misspelt_key_is_named(
     assert message in capsys.readouterr().err
 
 
+def test_wandb_stays_offline_without_a_key(
+    config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    logger = {"class_path": "lightning.pytorch.loggers.WandbLogger", "init_args": {"save_dir": "run"}}
+    config["trainer"]["logger"].append(logger)
+    main(["fit", *write(config), "--trainer.max_epochs=1"])
+    assert os.environ["WANDB_MODE"] == "offline"
+    (folder,) = Path("run/wandb").glob("offline-run-*")
+    assert list(folder.glob("*.wandb"))
+    assert "wandb sync" in capsys.readouterr().err
+
+
 def test_no_validation_split(config: dict[str, Any]) -> None:
     config["data"]["init_args"]["split"]["val"] = 0.0
     config["checkpoint"] = {"monitor": None}
