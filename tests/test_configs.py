@@ -9,8 +9,8 @@ import yaml
 from lightning_gem.cli import main
 
 ROOT = Path(__file__).parents[1]
-# What makes the large presets fit into this test: one request, two layers, no wide matrices but those of the towers, and
-# tables of 100 rows. The sequences and their towers stay.
+# What makes the large presets fit into this test: one request, two layers, no wide matrices but those of the towers,
+# and tables of 100 rows. The sequences and their towers stay.
 NETWORK = "--model.network.init_args.config"
 SMALLER = [
     *("--data.batch_size=1", "--data.num_workers=0", "--data.num_embeddings=100"),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_gem.data.module import RecDataModule
 from lightning_gem.data.rows import Bags, Events, Floats, Ints, Rows
@@ -172,6 +173,11 @@ class SyntheticAds(RecDataModule):
         """Makes the splits; instantaneous for any size."""
         for split, num_rows in self.num_rows.items():
             self.sources[split] = SyntheticSource(self.world, SPLITS.index(split), num_rows)
+        if stage == "fit" and self.num_rows["val"]:
+            best = self.best_ne("val", max_rows=2000, num_draws=1)
+            rank_zero_info(
+                "The best possible NE is " + ", ".join(f"{value.expected:.3f} ({task})" for task, value in best.items())
+            )
 
     def best_ne(self, split: str = "val", max_rows: int = 20_000, num_draws: int = 32) -> dict[str, BestNE]:
         """What the best model would reach, by task.
