@@ -69,6 +69,10 @@ class GEMCLI(LightningCLI):
         config = self.config[self.subcommand] if self.subcommand else self.config
         if config.checkpoint.dirpath is None:
             config.checkpoint.dirpath = str(Path(config.trainer.default_root_dir or ".") / "checkpoints")
+        if self.subcommand in ("validate", "test", "predict"):
+            _check_checkpoint(self.subcommand, config.ckpt_path, Path(config.checkpoint.dirpath))
+        if self.subcommand == "predict" and config.return_predictions is None:
+            config.return_predictions = False  # they go to files
         if not _has_wandb_key():
             os.environ.setdefault("WANDB_MODE", "offline")
 
@@ -86,6 +90,14 @@ class GEMCLI(LightningCLI):
                 folder = Path(logger.experiment.dir).parent
                 offline = logger.experiment.settings.mode in ("offline", "dryrun")
                 rank_zero_info(f"W&B run:         {f'wandb sync {folder}' if offline else logger.experiment.url}")
+
+
+def _check_checkpoint(subcommand: str, ckpt_path: str | None, folder: Path) -> None:
+    """Refuses to evaluate a network that was never trained, which Lightning does with a warning at most."""
+    if ckpt_path is None:
+        raise ValueError(f"{subcommand} needs a checkpoint: add --ckpt_path last, or --ckpt_path and a file")
+    if ckpt_path == "last" and not list(folder.glob("last*.ckpt")):
+        raise FileNotFoundError(f"there is no last.ckpt in {folder.resolve()}: fit first, or give --ckpt_path a file")
 
 
 def _has_wandb_key() -> bool:

@@ -95,11 +95,22 @@ def test_fit_validate_test_predict(config: dict[str, Any], capsys: pytest.Captur
     assert "val task" in capsys.readouterr().out
     main(["test", *arguments, "--ckpt_path", "last"])
     assert "test task" in capsys.readouterr().out
+    Path("predictions").mkdir()
+    Path("predictions/part-00001.parquet").write_text("of an earlier run on more ranks")
     main(["predict", *arguments, "--ckpt_path", "run/checkpoints/last.ckpt"])
     predictions = pq.read_table("predictions")
     assert predictions.num_rows == 120
     assert predictions.column_names == ["row", "user", "click_prediction", "click_label"]
     assert len(predictions["row"].unique()) == 120
+
+
+@pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
+def test_an_untrained_network_is_not_evaluated(config: dict[str, Any], subcommand: str) -> None:
+    arguments = write(config)
+    with pytest.raises(ValueError, match="needs a checkpoint"):
+        main([subcommand, *arguments])
+    with pytest.raises(FileNotFoundError, match="there is no last.ckpt"):
+        main([subcommand, *arguments, "--ckpt_path", "last"])
 
 
 @pytest.mark.parametrize("stop_at", [6, 12])

@@ -13,7 +13,7 @@ from torch import Tensor
 class PredictionWriter(Callback):
     """Writes what ``predict_step`` returns (a dictionary of columns) to one Parquet file per rank.
 
-    The file appears under its name only when it is complete.
+    The file appears under its name only when it is complete; those of an earlier run are removed first.
 
     Args:
         folder: Folder of the files; made if needed.
@@ -25,6 +25,13 @@ class PredictionWriter(Callback):
 
     def _path(self, trainer: Trainer) -> Path:
         return self.folder / f"part-{trainer.global_rank:05d}.parquet"
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Removes the files of an earlier run, which may have had more ranks."""
+        if trainer.is_global_zero:
+            for path in self.folder.glob("part-*.parquet*"):
+                path.unlink()
+        trainer.strategy.barrier()
 
     def on_predict_batch_end(
         self,

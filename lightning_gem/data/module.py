@@ -63,10 +63,18 @@ class RecDataModule(LightningDataModule):
         # The first batches are to be the same in every epoch if the trainer is to overfit them.
         overfit = getattr(self.trainer, "overfit_batches", 0) > 0
         self._train_loader = self._loader("train", shuffle=not overfit)
+        self._train_loader.pending = self._pending
         if self._train_position is not None:
             self._train_loader.load_state_dict(self._train_position)
             self._train_position = None
         return self._train_loader
+
+    def _pending(self) -> int:
+        """Batches that an interrupted step had taken but not finished."""
+        if self.trainer is None:
+            return 0
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return progress.ready - progress.processed
 
     def val_dataloader(self) -> StreamLoader | list[StreamLoader]:
         """Batches of the validation split, in order."""

@@ -7,7 +7,7 @@ are spread evenly over them, so batches may hold a row less than ``batch_size``.
 windows of ``shuffle_rows`` rows. Everything follows from (seed, epoch, rank, step): a position is one integer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -189,6 +189,7 @@ class StreamLoader:
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.batch = 0
+        self.pending: Callable[[], int] = lambda: 0
         self._resume: dict[str, Any] | None = None
 
     def __len__(self) -> int:
@@ -248,8 +249,8 @@ class StreamLoader:
         return {**self.stream.layout, "num_workers": self.num_workers}
 
     def state_dict(self) -> dict[str, Any]:
-        """Position after the latest batch that was handed out."""
-        return {"epoch": self.stream.epoch, "batch": self.batch, "layout": self._layout()}
+        """Position after the latest batch that was handed out, less those that ``pending`` says were not used."""
+        return {"epoch": self.stream.epoch, "batch": self.batch - self.pending(), "layout": self._layout()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues after the batch at which :meth:`state_dict` was taken.

@@ -150,7 +150,10 @@ def _is_parquet(path: Path) -> bool:
 
 def _read_parquet(path: Path, columns: Collection[str]) -> pa.Table:
     # A single file: no guesses of partition columns from the names of its folders.
-    return pq.ParquetFile(path).read(columns=list(columns))
+    try:
+        return pq.ParquetFile(path).read(columns=list(columns))
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ValueError(f"{path} cannot be read as Parquet ({error}): write it again") from error
 
 
 def _read_text(path: Path, columns: Collection[str]) -> pa.Table:

@@ -36,7 +36,8 @@ class GEMModule(LightningModule):
         network: Makes the network from the schema. It is built in ``configure_model``, so on the meta device where the
             strategy wants that.
         optimizer: Optimizer of the dense parameters.
-        table_lr: Learning rate of the embedding tables (row-wise AdaGrad, applied inside backward).
+        table_lr: Learning rate of the embedding tables (row-wise AdaGrad, applied inside backward; gradient clipping is
+            for the dense parameters only).
         table_eps: Term added to the root of AdaGrad's accumulated squares.
         warmup_steps: Steps over which the dense learning rate rises.
         table_warmup_steps: Steps over which the tables' learning rate rises.
@@ -85,6 +86,8 @@ class GEMModule(LightningModule):
                 "calibration": Calibration(),
             }
         )
+        for metrics in self.train_metrics:
+            metrics.persistent(True)  # "lifetime" spans resumed runs
         self.val_metrics = self._per_task(_evaluation_metrics)
         self.test_metrics = self._per_task(_evaluation_metrics)
         self.val_gauc = self._gauc()
@@ -179,7 +182,13 @@ class GEMModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """One optimizer over dense parameters and tables, with a schedule for each."""
         assert self.network is not None
-        in_backward = self.trainer.world_size == 1
+        if getattr(self.trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError(
+                "precision 16-mixed scales the gradients, and the tables are updated before they are unscaled: use "
+                "bf16-mixed"
+            )
+        # Only where a backward pass has the whole gradient of a step.
+        in_backward = self.trainer.world_size == 1 and self.trainer.accumulate_grad_batches == 1
         tables = table_optimizers(self.network, self.table_lr, self.table_eps, in_backward)
         dense = self.make_optimizer(dense_parameters(self.network))
         optimizer = DenseAndTables(dense, tables, self.table_lr, in_backward)

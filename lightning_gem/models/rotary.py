@@ -25,7 +25,7 @@ def rotary_angles(position: Tensor, log_age: Tensor, head_dim: int) -> tuple[Ten
     num_pairs = head_dim // 4
     steps = torch.arange(num_pairs, device=position.device, dtype=torch.float32) / num_pairs
     position_frequencies = torch.exp(-math.log(10_000.0) * steps)
-    # Ages span some ten units of the logarithm, so the slowest pair must turn by less than half a circle over them.
+    # Ages span some ten units of the logarithm: half a turn per unit for the fastest pair, 16 times slower at the end.
     age_frequencies = torch.exp(-math.log(16.0) * steps) * math.pi
     angles = torch.cat(
         [

@@ -7,6 +7,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 
 from lightning_gem.data import RecBatch
@@ -180,3 +181,45 @@ def test_predictions_have_rows_probabilities_and_labels(tmp_path: Path) -> None:
 def test_an_unknown_task_in_the_weights() -> None:
     with pytest.raises(ValueError, match="task_weights names 'buy'"):
         GEMModule(ToyData().schema, task_weights={"buy": 2.0})
+
+
+def test_an_interrupted_step_is_taken_again(tmp_path: Path) -> None:
+    """An exception between a batch and its update: the batch is the first of the resumed run."""
+
+    class Stop(Callback):
+        def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: RecBatch, batch_idx: int) -> None:
+            if trainer.global_step == 4:
+                raise RuntimeError("stop")
+
+    def run(extra: list[Callback], ckpt_path: str | None) -> list[list[int]]:
+        seed_everything(3)
+        data, recorder = ToyData(), Recorder()
+        checkpoint = ModelCheckpoint(tmp_path, save_last=True, save_on_exception=True, save_top_k=0)
+        trainer = make_trainer(
+            tmp_path, max_epochs=2, enable_checkpointing=True, callbacks=[*extra, recorder, checkpoint]
+        )
+        trainer.fit(make_module(data), data, ckpt_path=ckpt_path)
+        return recorder.rows
+
+    whole = run([], None)
+    (tmp_path / "last.ckpt").unlink()
+    with pytest.raises(RuntimeError, match="stop"):
+        run([Stop()], None)
+    resumed = run([], str(tmp_path / "last.ckpt"))
+    assert resumed == whole[4:]
+
+
+def test_scaled_gradients_are_refused(tmp_path: Path) -> None:
+    data = ToyData()
+    scaled = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="use bf16-mixed"):
+        make_trainer(tmp_path, max_steps=1, plugins=[scaled]).fit(make_module(data), data)
+
+
+def test_tables_wait_for_the_whole_gradient_of_a_step(tmp_path: Path) -> None:
+    data = ToyData(num_rows=64)
+    trainer = make_trainer(tmp_path, max_epochs=1, accumulate_grad_batches=2, limit_val_batches=0)
+    trainer.fit(make_module(data), data)
+    steps = {state["step"].item() for table in trainer.optimizers[0].tables.values() for state in table.state.values()}
+    assert trainer.global_step == 2
+    assert steps == {2.0}
