@@ -326,11 +326,8 @@ class SyntheticSource:
     def __init__(self, world: World, split: int, num_rows: int) -> None:
         self.world = world
         self.split = split
-        self.chunk_sizes = [
-            num_rows * (i + 1) // MAX_CHUNKS - num_rows * i // MAX_CHUNKS for i in range(min(MAX_CHUNKS, num_rows))
-        ]
-        if num_rows < MAX_CHUNKS:
-            self.chunk_sizes = [1] * num_rows
+        chunks = min(MAX_CHUNKS, num_rows)
+        self.chunk_sizes = [num_rows * (i + 1) // chunks - num_rows * i // chunks for i in range(chunks)]
 
     def read(self, chunk: int, start: int, stop: int) -> Rows:
         """Makes rows ``start`` to ``stop`` of a chunk."""

@@ -117,11 +117,10 @@ class GEMModule(LightningModule):
         loss = (losses * losses.new_tensor(self.task_weights)).sum()
         if not torch.isfinite(loss):
             # The backward would write it into the tables before any optimizer could refuse.
+            by_task = dict(zip([task.name for task in self.tasks], losses.tolist(), strict=True))
             raise FloatingPointError(
-                f"the loss of step {self.global_step} is {loss.item()} (tasks: "
-                f"{dict(zip([task.name for task in self.tasks], losses.tolist(), strict=True))}): no weight was "
-                f"changed "
-                "in this step; look for extreme inputs, or lower the learning rates or the precision's range"
+                f"the loss of step {self.global_step} is {loss.item()} (tasks: {by_task}): no weight was changed in "
+                "this step; look for extreme inputs, or lower the learning rates or the precision's range"
             )
         self.log("train/loss", loss, prog_bar=True, batch_size=len(batch))
         self._update(self.train_metrics, logits, batch)
