@@ -44,7 +44,8 @@ class TileSchedule:
     def from_storage(cls, storage: Tensor, block_size: int) -> "TileSchedule":
         """The schedule whose parts lie in one tensor."""
         capacity = len(storage) // 2
-        return cls(*storage.split([capacity, capacity, 1]), block_size, storage)
+        sequence, tile, num_tiles = storage.split([capacity, capacity, 1])
+        return cls(sequence, tile, num_tiles, block_size, storage)
 
     @property
     def capacity(self) -> int:

@@ -1,15 +1,9 @@
 """The attention ops as torch sees them: schemas, fake kernels, compilation, checkpointing, FLOPs."""
 
-import functools
-
 import pytest
 import torch
-from kernel_cases import assert_close, offsets, qkv, tokens, with_gradients
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from kernel_cases import offsets, qkv, tokens
 
-from lightning_gem.kernels import gdpa, jagged_flash_attention, pairs, pffn, pma_attention
 from lightning_gem.kernels.dot_product import registration as gdpa_ops
 from lightning_gem.kernels.flash import registration as flash_ops
 

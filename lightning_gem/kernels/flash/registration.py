@@ -198,13 +198,6 @@ def _backward_flops(
     *args: Any,
     out_val: Any = None,
 ) -> int:
-    needs_query, needs_key_value, _ = args[-3:]
-    return flops.backward_flops(
-        _spec(*args[9:-3]),
-        query,
-        key,
-        value,
-        *args[:4],
-        needs_query=needs_query,
-        needs_key_value=needs_key_value,
-    )
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = args[:4]
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, None)
+    return flops.backward_flops(_spec(*args[9:-3]), query, key, value, *lengths, *args[-3:-1])
