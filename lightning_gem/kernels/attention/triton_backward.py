@@ -537,9 +537,10 @@ def query_gradient_kernel(
         last = tl.minimum(first + BLOCK_M, length_q) - 1
         for sequence in range(sequence_start, sequence_end, sequence_step):
             start_k, length_k = sequence_range(offsets_k, sequence)
+            wide_sequence = tl.zeros([], tl.int64) + sequence
             start_out = start_q
             if BROADCAST:
-                start_out = sequence.to(tl.int64) * num_rows
+                start_out = wide_sequence * num_rows
             num_targets = 0
             if HAS_TARGETS:
                 num_targets = tl.load(targets_ptr + sequence).to(tl.int32)
@@ -552,7 +553,7 @@ def query_gradient_kernel(
                 delta = tl.load(delta_ptr + head * stride_lse + start_out + rows, mask=rows < length_q, other=0.0)
             bias_base = bias_ptr
             if HAS_BIAS:
-                bias_base += sequence.to(tl.int64) * stride_bias_b + head * stride_bias_h
+                bias_base += wide_sequence * stride_bias_b + head * stride_bias_h
             key_base = key_ptr + start_k * stride_kn + head_kv * stride_kh
             value_base = value_ptr + start_k * stride_vn + head_kv * stride_vh
             start, inner_start, inner_end, end = visible_range(

@@ -1,5 +1,6 @@
 """Launches of the portable kernels. Everything is decided from shapes: nothing here waits for the GPU."""
 
+from dataclasses import asdict
 from functools import lru_cache
 from typing import Any
 
@@ -148,6 +149,14 @@ def blocks_of(
     shared_memory = _shared_memory(query.device.index) if query.is_cuda else 0
     dims = (query.shape[2], value.shape[2], query.dtype)
     return choose_blocks(kernel, *dims, shared_memory, bound_q, max_seqlen_k, interpreting())
+
+
+def configuration(
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None
+) -> dict[str, Any]:
+    """Block sizes of every kernel, for ``kernel_info``."""
+    kernels: tuple[Kernel, ...] = ("forward", "key_value_gradient", "query_gradient")
+    return {name: asdict(blocks_of(name, spec, query, key, value, max_seqlen_q, max_seqlen_k)) for name in kernels}
 
 
 def _key_value_gradients(
