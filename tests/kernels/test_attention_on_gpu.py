@@ -69,7 +69,10 @@ def assert_accurate(op, *inputs: Tensor) -> None:
     assert signal_to_noise_db(actual[0], expected[0]) >= decibels
     for index, (a, e) in enumerate(zip(actual, expected, strict=True)):
         assert a.dtype == dtype
-        assert relative_error(a, e) <= (gradient_limit if index else out_limit), (index, relative_error(a, e))
+        if e.abs().max() < 1e-9:  # the weight of a lone key is 1, whatever the scores
+            assert a.abs().max() < 1e-3
+        else:
+            assert relative_error(a, e) <= (gradient_limit if index else out_limit), (index, relative_error(a, e))
 
 
 def both_offsets(extra=0, dtype=torch.int32):
@@ -157,9 +160,10 @@ def test_targets_and_context():
 def test_empty_sequences_and_slack(lengths):
     """[FA 2562, FA 2568, FA 1537, FA 1228, fla 892]"""
     rows = sum(lengths)
-    inputs = [torch.cat([x, torch.full_like(x[:1], torch.nan).expand(200, -1, -1)]) for x in cuda_qkv(rows, rows)]
+    slack = torch.full((200, 4, 64), torch.nan, device="cuda").bfloat16()
+    inputs = [torch.cat([x, slack]) for x in cuda_qkv(rows, rows)]
     cu = offsets(lengths).cuda()
-    grad = torch.cat([randn(rows, 4, 64, seed=9), torch.full((200, 4, 64), torch.nan, device="cuda").bfloat16()])
+    grad = torch.cat([randn(rows, 4, 64, seed=9), slack])
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
         for op in (jagged_flash_attention, gdpa):
@@ -294,7 +298,7 @@ def test_compiled_is_eager():
     cu, _, rows, _ = both_offsets()
     inputs = cuda_qkv(rows, rows)
     for op in (jagged_flash_attention, gdpa):
-        compiled = torch.compile(op, fullgraph=True, dynamic=True, backend="aot_eager")
+        compiled = torch.compile(op, fullgraph=True, dynamic=True)
         eager = evaluate(lambda *x: op(*x, cu, None, 300, 300), *inputs)  # noqa: B023
         actual = evaluate(lambda *x: compiled(*x, cu, None, 300, 300), *inputs)  # noqa: B023
         assert all(torch.equal(a, b) for a, b in zip(actual, eager, strict=True))

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_gem.kernels.attention.spec import AttentionSpec
 from lightning_gem.kernels.pairs import attention_pairs, role_pairs
@@ -47,6 +48,22 @@ def backward_flops(
 
 
 def _count_pairs(
+    spec: AttentionSpec,
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | None,
+    max_seqlen_k: int | None,
+    num_targets: Tensor | None,
+) -> int:
+    with _disable_current_modes():  # a fake tensor mode would also fake the counting
+        return _count_pairs_without_modes(
+            spec, query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, num_targets
+        )
+
+
+def _count_pairs_without_modes(
     spec: AttentionSpec,
     query: Tensor,
     key: Tensor,
