@@ -136,8 +136,23 @@ def unpad_queries(plan: BucketPlan, padded: Sequence[Tensor], num_rows: int) -> 
 
     Rows that belong to no sequence are zero.
     """
-    rows = torch.cat([part.flatten(0, 2) for part in padded]).index_select(0, plan.slots_q.flatten())
-    rows = rows.unflatten(0, plan.slots_q.shape)
+    return _unpad(plan.slots_q, padded, num_rows)
+
+
+def unpad_keys(plan: BucketPlan, padded: Sequence[Tensor], num_rows: int) -> Tensor:
+    """The same for one (n, H, size_k, ...) tensor per bucket."""
+    return _unpad(plan.slots_k, padded, num_rows)
+
+
+def pad_queries(plan: BucketPlan, packed: Tensor) -> list[Tensor]:
+    """Packed (rows, H, ...) queries to one zero-padded (n, H, size_q, ...) tensor per bucket."""
+    num_heads = packed.shape[1]
+    return _pad(packed, plan.slots_q, [(len(bucket.sequences), num_heads, bucket.size_q) for bucket in plan.buckets])
+
+
+def _unpad(slots: Tensor, padded: Sequence[Tensor], num_rows: int) -> Tensor:
+    rows = torch.cat([part.flatten(0, 2) for part in padded]).index_select(0, slots.flatten())
+    rows = rows.unflatten(0, slots.shape)
     slack = num_rows - len(rows)
     return torch.cat([rows, rows.new_zeros(slack, *rows.shape[1:])]) if slack else rows
 

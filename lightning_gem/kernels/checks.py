@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+BACKENDS = ("auto", "hopper", "triton", "reference")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -47,15 +48,12 @@ def check_qkv(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def check_sequences(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    max_seqlen_q: int | None,
-    max_seqlen_k: int | None,
-    broadcast_query: bool,
+    query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, broadcast_query: bool
 ) -> Tensor:
-    """Raises ValueError unless the offsets fit query and key; returns those of key (in self-attention: of query)."""
+    """Raises ValueError unless the offsets fit query and key; returns those of key (in self-attention: of query).
+
+    Their values are looked at by the ops (``check_offset_values``).
+    """
     if broadcast_query and (cu_seqlens_q is not None or cu_seqlens_k is None):
         raise ValueError(
             "broadcast_query=True shares one set of queries, which has no offsets: "
@@ -64,9 +62,9 @@ def check_sequences(
     offsets_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     if offsets_k is None or (cu_seqlens_q is None and not broadcast_query):
         raise ValueError("cu_seqlens_q may be None only with broadcast_query=True: pass the offsets of query")
-    check_cu_seqlens("cu_seqlens_k", offsets_k, key, max_seqlen_k)
+    check_offsets("cu_seqlens_k", offsets_k, key)
     if cu_seqlens_q is not None:
-        check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, query, max_seqlen_q)
+        check_offsets("cu_seqlens_q", cu_seqlens_q, query)
         if len(cu_seqlens_q) != len(offsets_k):
             raise ValueError(
                 f"cu_seqlens_k describes {len(offsets_k) - 1} sequences, but cu_seqlens_q {len(cu_seqlens_q) - 1}: "
@@ -77,6 +75,12 @@ def check_sequences(
 
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: Tensor, max_seqlen: int | None) -> None:
     """Raises ValueError for offsets that cannot describe ``tokens``; values are read on a CPU only, for free."""
+    check_offsets(name, cu_seqlens, tokens)
+    check_offset_values(name, cu_seqlens, tokens, max_seqlen)
+
+
+def check_offsets(name: str, cu_seqlens: Tensor, tokens: Tensor) -> None:
+    """Raises ValueError for a wrong shape, dtype or device."""
     if cu_seqlens.ndim != 1 or len(cu_seqlens) == 0 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{name} must be int32 or int64 of shape (B+1,), got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}: "
@@ -86,6 +90,10 @@ def check_cu_seqlens(name: str, cu_seqlens: Tensor, tokens: Tensor, max_seqlen: 
         raise ValueError(
             f"{name} must be on {tokens.device} like the tokens, got {cu_seqlens.device}: use {name}.to(query.device)"
         )
+
+
+def check_offset_values(name: str, cu_seqlens: Tensor, tokens: Tensor, max_seqlen: int | None) -> None:
+    """Raises ValueError for offsets on a CPU whose values cannot describe ``tokens``."""
     if cu_seqlens.device.type != "cpu":
         return
     lengths = cu_seqlens.diff()
@@ -112,3 +120,11 @@ def check_window(window_size: tuple[int, int]) -> None:
             f"window_size must be (left, right), each -1 (unlimited) or more, got {window_size}: "
             "a symmetric window W is (W, W)"
         )
+
+
+def check_backend(backend: str, softcap: float = 0.0) -> None:
+    """Raises ValueError for a backend that does not exist, or a negative cap."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown: use one of {', '.join(BACKENDS)}")
+    if softcap < 0:
+        raise ValueError(f"softcap must be 0 (off) or more, got {softcap}")

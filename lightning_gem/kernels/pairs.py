@@ -55,5 +55,43 @@ def cross_pairs(lengths_q: Lengths | int, lengths_k: Lengths | int) -> int:
     return int((_as_int64(lengths_q) * _as_int64(lengths_k)).sum())
 
 
+def attention_pairs(
+    lengths_q: Lengths, lengths_k: Lengths, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+) -> int:
+    """Any attention: the keys each query sees under the masks of ``jagged_flash_attention``, aligned at the end."""
+    left, right = (window_size[0], 0) if causal else window_size
+    if left < 0 and right < 0:
+        return cross_pairs(lengths_q, lengths_k)
+    q, k = _as_int64(lengths_q), _as_int64(lengths_k)
+    last = torch.repeat_interleave(k - 1, q)
+    position = _positions(q) + torch.repeat_interleave(k - q, q)
+    lowest = (position - left).clamp(min=0) if left >= 0 else torch.zeros_like(position)
+    highest = torch.minimum(position + right, last) if right >= 0 else last
+    return int((highest - lowest + 1).clamp(min=0).sum())
+
+
+def role_pairs(lengths: Lengths, num_targets: Lengths | int, contextual_seqlen: int = 0, left: int = -1) -> int:
+    """Causal self-attention with context, history and targets: what ``gdpa`` shows with ``num_targets``."""
+    t = _as_int64(lengths)
+    others = (t - _as_int64(num_targets)).clamp(min=0)
+    skipped = max(contextual_seqlen - 1, 0)
+    last = torch.repeat_interleave((others - skipped).clamp(min=0), t)
+    index = _positions(t)
+    place = torch.minimum((index - skipped).clamp(min=0), last)
+    # Places below the own one, of which the first may hold the whole context; then the token itself.
+    seen = place.clamp(max=left) if left >= 0 else place
+    first_is_seen = (place > 0) & (seen == place)
+    causal = seen + first_is_seen * skipped + 1
+    visible = torch.repeat_interleave(others, t)
+    context = torch.where(index < visible, visible, visible + 1)
+    return int(torch.where(index < contextual_seqlen, context, causal).sum())
+
+
+def _positions(lengths: Tensor) -> Tensor:
+    """Position of every token in its own sequence."""
+    starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths)
+
+
 def _as_int64(lengths: Lengths | int) -> Tensor:
     return torch.as_tensor(lengths, dtype=torch.int64)

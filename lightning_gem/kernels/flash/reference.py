@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_gem.kernels.bucketing import Bucket, bucket_qkv, unpad_queries
-from lightning_gem.kernels.masking import padding_mask, visible_pairs, window_mask
+from lightning_gem.kernels.bucketing import bucket_qkv, unpad_queries
+from lightning_gem.kernels.masking import softmax_mask, visible_pairs
 
 
 def attention_loop(
@@ -19,6 +19,7 @@ def attention_loop(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     attn_bias: Tensor | None = None,
+    softcap: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The definition, one sequence at a time: (out, lse) as in ``jagged_flash_attention``."""
     group = query.shape[1] // key.shape[1]
@@ -28,7 +29,7 @@ def attention_loop(
         rows = torch.arange(int(cu_seqlens_q[b]), int(cu_seqlens_q[b + 1]))
         columns = torch.arange(int(cu_seqlens_k[b]), int(cu_seqlens_k[b + 1]))
         k, v = (x[columns].repeat_interleave(group, dim=1) for x in (key, value))
-        scores = softmax_scale * torch.einsum("qhd,khd->hqk", query[rows], k)
+        scores = _cap(softmax_scale * torch.einsum("qhd,khd->hqk", query[rows], k), softcap)
         if attn_bias is not None:
             scores = scores + attn_bias[b if len(attn_bias) > 1 else 0, :, : len(rows), : len(columns)]
         visible = visible_pairs(len(rows), len(columns), causal, window_size)
@@ -51,6 +52,7 @@ def attention_bucketed(
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
     attn_bias: Tensor | None = None,
+    softcap: float = 0.0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Vectorised over buckets of similar length; ``cu_seqlens_q=None`` means a query shared by every sequence.
@@ -64,47 +66,36 @@ def attention_bucketed(
     plan, parts = bucket_qkv(query, key, value, cu_seqlens_q, cu_seqlens_k)
     outs, lses = [], []
     for bucket, q, k, v in parts:
-        mask, blind = _softmax_mask(bucket, causal, window_size, attn_bias)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
+        mask, blind = softmax_mask(bucket, causal, window_size, attn_bias)
+        if softcap:
+            out = _capped_attention(q, k, v, mask, softmax_scale, softcap)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=softmax_scale)
         outs.append(out if blind is None else out.masked_fill(blind, 0.0))
         if return_lse:
-            lse = _logsumexp(q, k, softmax_scale, mask)
+            lse = _scores(q, k, mask, softmax_scale, softcap).logsumexp(-1)
             lses.append(lse if blind is None else lse.masked_fill(blind.squeeze(-1), -torch.inf))
     num_rows = len(plan.slots_q) if cu_seqlens_q is None else len(query)
     out = unpad_queries(plan, outs, num_rows).to(dtype)
     return out, unpad_queries(plan, lses, num_rows).T if return_lse else None
 
 
-def _softmax_mask(
-    bucket: Bucket, causal: bool, window_size: tuple[int, int], attn_bias: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The mask of a bucket, and its blind queries, which see no key at all.
-
-    Softmax over no keys is 0/0. A blind query is therefore shown every key, and the caller replaces what comes out.
-
-    Returns:
-        mask: Bool, or float where there is a bias, broadcastable to (n, H, size_q, size_k); None if nothing is hidden.
-        blind: Bool, broadcastable to (n, H, size_q, 1); None if no query can be blind.
-    """
-    real, window = padding_mask(bucket), window_mask(bucket, causal, window_size)
-    mask = window if real is None else real if window is None else real & window
-    if attn_bias is None:
-        if mask is None or not (bucket.may_lack_keys or window is not None):
-            return mask, None
-        blind = ~mask.any(-1, keepdim=True)
-        return mask | blind, blind
-    bias = attn_bias if len(attn_bias) == 1 else attn_bias.index_select(0, bucket.sequences)
-    bias = bias[:, :, : bucket.size_q, : bucket.size_k]
-    finite = bias > -torch.inf
-    mask = finite if mask is None else mask & finite
-    blind = ~mask.any(-1, keepdim=True)
-    return bias.masked_fill(~mask, -torch.inf).masked_fill(blind, 0.0), blind
+def _capped_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, softmax_scale: float, softcap: float
+) -> Tensor:
+    """``scaled_dot_product_attention`` with capped scores, which torch's lacks."""
+    weights = _scores(query, key, mask, softmax_scale, softcap).softmax(-1)
+    return (weights @ value.to(weights.dtype)).to(value.dtype)
 
 
-def _logsumexp(query: Tensor, key: Tensor, softmax_scale: float, mask: Tensor | None) -> Tensor:
-    """Log of the softmax denominator (n, H, size_q), in float32 or better."""
+def _scores(query: Tensor, key: Tensor, mask: Tensor | None, softmax_scale: float, softcap: float) -> Tensor:
+    """Masked scores (n, H, size_q, size_k), in float32 or better."""
     precise = torch.promote_types(query.dtype, torch.float32)
-    scores = softmax_scale * query.to(precise) @ key.to(precise).transpose(-1, -2)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return scores.logsumexp(-1)
+    scores = _cap(softmax_scale * query.to(precise) @ key.to(precise).transpose(-1, -2), softcap)
+    if mask is None:
+        return scores
+    return scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+
+
+def _cap(scores: Tensor, softcap: float) -> Tensor:
+    return softcap * torch.tanh(scores / softcap) if softcap else scores

@@ -1,0 +1,154 @@
+# mypy: ignore-errors
+"""Activations and their derivatives inside Triton kernels; they also run in Triton's interpreter.
+
+Kernels get a set of activations as bits, and the code of each head where there is more than one.
+"""
+
+import triton
+import triton.language as tl
+
+from lightning_gem.kernels.dot_product.activations import ACTIVATIONS, GELU_POLY_BOUND, GELU_POLY_COEFFICIENTS
+
+CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+
+_IDENTITY = tl.constexpr(CODES["identity"])
+_RELU = tl.constexpr(CODES["relu"])
+_RELU_SQUARED = tl.constexpr(CODES["relu_squared"])
+_LEAKY_RELU = tl.constexpr(CODES["leaky_relu"])
+_GELU = tl.constexpr(CODES["gelu"])
+_GELU_TANH = tl.constexpr(CODES["gelu_tanh"])
+_GELU_POLY = tl.constexpr(CODES["gelu_poly"])
+_SILU = tl.constexpr(CODES["silu"])
+_HARDSWISH = tl.constexpr(CODES["hardswish"])
+_NUM_CODES = tl.constexpr(len(CODES))
+
+_POLY_LIMIT = tl.constexpr(GELU_POLY_BOUND**2)
+_POLY_1 = tl.constexpr(GELU_POLY_COEFFICIENTS[0])
+_POLY_2 = tl.constexpr(GELU_POLY_COEFFICIENTS[1])
+_POLY_3 = tl.constexpr(GELU_POLY_COEFFICIENTS[2])
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_INVERSE_SQRT_2PI = tl.constexpr(0.3989422804014327)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def tanh(x, FAST: tl.constexpr):
+    """FAST is one instruction of NVIDIA GPUs, exact to about 11 bits."""
+    if FAST:
+        y = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        y = 2 * tl.sigmoid(2 * x) - 1
+    return y
+
+
+@triton.jit
+def _sigmoid(x, FAST: tl.constexpr):
+    if FAST:
+        y = 0.5 + 0.5 * tanh(0.5 * x, FAST)
+    else:
+        y = tl.sigmoid(x)
+    return y
+
+
+@triton.jit
+def _activate_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
+    if CODE == _RELU:
+        y = tl.maximum(x, 0.0)
+    elif CODE == _RELU_SQUARED:
+        positive = tl.maximum(x, 0.0)
+        y = positive * positive
+    elif CODE == _LEAKY_RELU:
+        y = tl.maximum(x, 0.01 * x)
+    elif CODE == _GELU:
+        y = 0.5 * x * (1 + tl.math.erf(x * _SQRT_HALF))
+    elif CODE == _GELU_TANH:
+        half = 0.5 * x
+        y = half + half * tanh(x * (_SQRT_2_OVER_PI + _SQRT_2_OVER_PI * _CUBIC * x * x), FAST)
+    elif CODE == _GELU_POLY:
+        square = tl.minimum(x * x, _POLY_LIMIT)
+        y = 0.5 * x + square * (_POLY_1 + square * (_POLY_2 + square * _POLY_3))
+    elif CODE == _SILU:
+        y = x * _sigmoid(x, FAST)
+    elif CODE == _HARDSWISH:
+        y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) * (1.0 / 6.0)
+    else:
+        y = x
+    return y
+
+
+@triton.jit
+def _activate_with_derivative_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
+    if CODE == _RELU:
+        y = tl.maximum(x, 0.0)
+        slope = tl.where(x > 0, 1.0, 0.0)
+    elif CODE == _RELU_SQUARED:
+        positive = tl.maximum(x, 0.0)
+        y = positive * positive
+        slope = 2 * positive
+    elif CODE == _LEAKY_RELU:
+        y = tl.maximum(x, 0.01 * x)
+        slope = tl.where(x > 0, 1.0, 0.01)
+    elif CODE == _GELU:
+        share = 0.5 + 0.5 * tl.math.erf(x * _SQRT_HALF)
+        y = x * share
+        slope = share + x * _INVERSE_SQRT_2PI * tl.exp(-0.5 * x * x)
+    elif CODE == _GELU_TANH:
+        square = x * x
+        t = tanh(x * (_SQRT_2_OVER_PI + _SQRT_2_OVER_PI * _CUBIC * square), FAST)
+        share = 0.5 + 0.5 * t
+        y = x * share
+        slope = share + (0.5 * x - 0.5 * x * t * t) * (_SQRT_2_OVER_PI + 3 * _SQRT_2_OVER_PI * _CUBIC * square)
+    elif CODE == _GELU_POLY:
+        square = x * x
+        clamped = tl.minimum(square, _POLY_LIMIT)
+        y = 0.5 * x + clamped * (_POLY_1 + clamped * (_POLY_2 + clamped * _POLY_3))
+        bend = x * (2 * _POLY_1 + clamped * (4 * _POLY_2 + clamped * (6 * _POLY_3)))
+        slope = 0.5 + tl.where(square <= _POLY_LIMIT, bend, 0.0)
+    elif CODE == _SILU:
+        gate = _sigmoid(x, FAST)
+        y = x * gate
+        slope = gate + y * (1 - gate)
+    elif CODE == _HARDSWISH:
+        y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) * (1.0 / 6.0)
+        slope = tl.where(x < -3, 0.0, tl.where(x <= 3, x * (1.0 / 3.0) + 0.5, 1.0))
+    else:
+        y = x
+        slope = tl.full(x.shape, 1.0, tl.float32)
+    return y, slope
+
+
+@triton.jit
+def activate(x, codes, head, CODES: tl.constexpr, PER_HEAD: tl.constexpr, FAST: tl.constexpr):
+    """The activation of a head; CODES has a bit for every activation in use."""
+    y = x
+    mine = 0
+    if PER_HEAD:
+        mine = tl.load(codes + head)
+    for code in tl.static_range(_NUM_CODES):
+        if (CODES >> code) & 1:
+            if PER_HEAD:
+                y = tl.where(mine == code, _activate_one(x, code, FAST), y)
+            else:
+                y = _activate_one(x, code, FAST)
+    return y
+
+
+@triton.jit
+def activate_with_derivative(x, codes, head, CODES: tl.constexpr, PER_HEAD: tl.constexpr, FAST: tl.constexpr):
+    """The same, and its derivative."""
+    y = x
+    slope = x
+    mine = 0
+    if PER_HEAD:
+        mine = tl.load(codes + head)
+    for code in tl.static_range(_NUM_CODES):
+        if (CODES >> code) & 1:
+            one, one_slope = _activate_with_derivative_one(x, code, FAST)
+            if PER_HEAD:
+                y = tl.where(mine == code, one, y)
+                slope = tl.where(mine == code, one_slope, slope)
+            else:
+                y = one
+                slope = one_slope
+    return y, slope
