@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_gem.kernels.attention.hopper_device import (
+from lightning_gem.kernels.attention.gluon_device import (
     activate,
     in_window,
     init_barriers,
@@ -194,8 +194,8 @@ def _consume(
                     column -= BLOCK_N
                     if SOFTMAX:
                         if MASKED:
-                            scores = _mask(scores, float("-inf"), row, column, length_k, shift, window_left, window_right,
-                                           HAS_LEFT, HAS_RIGHT, S_LAYOUT)  # fmt: skip
+                            scores = _mask(scores, float("-inf"), row, column, length_k, shift, window_left,
+                                           window_right, HAS_LEFT, HAS_RIGHT, S_LAYOUT)  # fmt: skip
                         new_maximum = gl.maximum(maximum, gl.max(scores, 1) * scale)
                         base = gl.where(new_maximum == float("-inf"), 0.0, new_maximum) if MASKED else new_maximum
                         rescale = gl.exp2(maximum - base)

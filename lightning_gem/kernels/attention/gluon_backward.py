@@ -2,7 +2,7 @@
 
 ``attention_backward_query`` gives dQ of a query tile, looping over keys; ``attention_backward_key_value`` gives dK and
 dV of a key tile, looping over queries. Scores are recomputed in both, seven matrix products in place of five, and in
-exchange no two programs ever add to the same rows. Layout of the work as in ``hopper_forward``: persistent programs, one
+exchange no two programs ever add to the same rows. Layout of the work as in ``gluon_forward``: persistent programs, one
 producer warp, two consumer warpgroups of 64 rows each. dK and dV keep the probabilities in registers by computing the
 transposed scores K Q^T (FlashAttention-3, Shah et al., 2024, https://arxiv.org/abs/2407.08608).
 """
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_gem.kernels.attention.hopper_device import (
+from lightning_gem.kernels.attention.gluon_device import (
     activate_with_derivative,
     derivative,
     hidden_score,
@@ -34,7 +34,7 @@ from lightning_gem.kernels.attention.hopper_device import (
     stats_start,
     store_rows,
 )
-from lightning_gem.kernels.attention.hopper_forward import _item, _mask
+from lightning_gem.kernels.attention.gluon_forward import _item, _mask
 
 
 @gluon.jit
@@ -363,10 +363,9 @@ def _consume_key_value(
                                     BLOCK_M, HAS_RIGHT, HAS_LEFT)  # fmt: skip
             step = skip_tiles(step, first, q_full, q_empty, do_full, do_empty, STAGES)
             for i in range(GROUP * (last - first)):
-                if GROUP == 1:
-                    head, tile = head_k, first + i
-                else:
-                    head, tile = head_k * GROUP + i // (last - first), first + i % (last - first)
+                tile = first + i
+                if GROUP > 1:
+                    tile = first + i % (last - first)
                     if tile == first and i > 0:
                         step = skip_tiles(step, first + tiles - last, q_full, q_empty, do_full, do_empty, STAGES)
                 tile_row = low + tile * BLOCK_M
@@ -465,7 +464,8 @@ def attention_backward_key_value(
                 q_desc, k_desc, v_desc, do_desc, stats_desc, q_shared, k_shared, v_shared, do_shared, stats_shared,
                 kv_full, kv_empty, q_full,
                 q_empty, do_full, do_empty, num_tiles, sequence_list, tile_list, cu_q, cu_k, seeds, window_left,
-                window_right, HEADS_K, GROUP, BROADCAST, HAS_LEFT, HAS_RIGHT, D, BLOCK_M, BLOCK_N, STAGES, ACTIVATION == "",
+                window_right, HEADS_K, GROUP, BROADCAST, HAS_LEFT, HAS_RIGHT, D, BLOCK_M, BLOCK_N, STAGES,
+                ACTIVATION == "",
             )),
         ],
         [4, 1],

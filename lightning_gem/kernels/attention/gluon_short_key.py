@@ -2,7 +2,7 @@
 
 With 128 or 256 keys a query tile meets all of them in one or two products, and reloading keys and values for every
 query tile costs more than the arithmetic. So the loops are swapped: a work item is (sequence, run of query tiles,
-head), and the roles are as in ``hopper_forward``: one producer warp, two warpgroups of 64 queries, the scores of the
+head), and the roles are as in ``gluon_forward``: one producer warp, two warpgroups of 64 queries, the scores of the
 next step in flight while the present one is multiplied with the values.
 """
 
@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_gem.kernels.attention.hopper_device import (
+from lightning_gem.kernels.attention.gluon_device import (
     activate,
     init_barriers,
     item_index,
@@ -24,7 +24,7 @@ from lightning_gem.kernels.attention.hopper_device import (
     segment_of,
     store_rows,
 )
-from lightning_gem.kernels.attention.hopper_forward import _mask
+from lightning_gem.kernels.attention.gluon_forward import _mask
 
 
 @gluon.jit
@@ -50,7 +50,7 @@ def _item(
 def _produce(
     q_desc, k_desc, v_desc, q_shared, k_shared, v_shared, q_full, q_empty, kv_full, kv_empty,
     num_runs, sequence_list, run_list, cu_q, cu_k, seeds,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, SETS: gl.constexpr, STAGES: gl.constexpr,
     RUN: gl.constexpr,
 ):  # fmt: skip
@@ -67,12 +67,12 @@ def _produce(
             head_k = head // GROUP
             set_ = done % SETS
             mbarrier.wait(kv_empty.index(set_), ((done // SETS) & 1) ^ 1)
-            mbarrier.expect(kv_full.index(set_), PARTS * BLOCK_N * (D + DV) * 2)
+            mbarrier.expect(kv_full.index(set_), PARTS * BLOCK_N * 2 * D * 2)
             for part in gl.static_range(PARTS):
                 place = set_ * PARTS + part
                 load_rows(k_desc, start_k, length_k, part * BLOCK_N, head_k * D, kv_full.index(set_),
                           k_shared.index(place))  # fmt: skip
-                load_rows(v_desc, start_k, length_k, part * BLOCK_N, head_k * DV, kv_full.index(set_),
+                load_rows(v_desc, start_k, length_k, part * BLOCK_N, head_k * D, kv_full.index(set_),
                           v_shared.index(place))  # fmt: skip
             for t in range(tiles):
                 stage = step % STAGES
@@ -88,7 +88,7 @@ def _produce(
 
 @gluon.jit
 def _store(o_desc, lse, o, acc, maximum, total, row, head, start_o, length_q, out_scale, total_o,
-           SOFTMAX: gl.constexpr, DV: gl.constexpr):  # fmt: skip
+           SOFTMAX: gl.constexpr, D: gl.constexpr):  # fmt: skip
     """Normalises a finished tile and starts its copy to the output."""
     ROWS: gl.constexpr = acc.shape[0]
     if SOFTMAX:
@@ -102,21 +102,21 @@ def _store(o_desc, lse, o, acc, maximum, total, row, head, start_o, length_q, ou
     tma.store_wait(0)
     o.store(acc.to(o.dtype))
     fence_async_shared()
-    store_rows(o_desc, start_o, length_q, row, head * DV, o)
+    store_rows(o_desc, start_o, length_q, row, head * D, o)
 
 
 @gluon.jit
 def _consume(
     o_desc, lse, q_shared, k_shared, v_shared, o_shared, q_full, q_empty, kv_full, kv_empty,
     num_runs, sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale, total_o,
-    WARPGROUP: gl.constexpr, HEADS: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    WARPGROUP: gl.constexpr, HEADS: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, SETS: gl.constexpr, STAGES: gl.constexpr,
     RUN: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     SOFTMAX: gl.constexpr = ACTIVATION == ""
     ROWS: gl.constexpr = BLOCK_M // 2
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     dtype: gl.constexpr = q_shared.dtype
@@ -135,7 +135,7 @@ def _consume(
             )
             row += WARPGROUP * ROWS
             set_ = done % SETS
-            acc = gl.zeros([ROWS, DV], gl.float32, O_LAYOUT)
+            acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
             p = gl.zeros([ROWS, BLOCK_N], dtype, P_LAYOUT)
             maximum = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
             total = gl.zeros([ROWS], gl.float32, ROW_LAYOUT)
@@ -171,7 +171,7 @@ def _consume(
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 if (part == 0) & (s > 0):
                     _store(o_desc, lse, o, acc, maximum, total, row + (s // PARTS - 1) * BLOCK_M, head, start_o,
-                           length_q, out_scale, total_o, SOFTMAX, DV)  # fmt: skip
+                           length_q, out_scale, total_o, SOFTMAX, D)  # fmt: skip
                 if SOFTMAX:
                     if PARTS > 1:
                         rescale = gl.exp2(reached - base)
@@ -183,7 +183,7 @@ def _consume(
             acc = warpgroup_mma(p, v_shared.index(set_ * PARTS + PARTS - 1), acc, use_acc=PARTS > 1)
             mbarrier.arrive(kv_empty.index(set_), count=1)
             _store(o_desc, lse, o, acc, maximum, total, row + (tiles - 1) * BLOCK_M, head, start_o, length_q, out_scale,
-                   total_o, SOFTMAX, DV)  # fmt: skip
+                   total_o, SOFTMAX, D)  # fmt: skip
             done += 1
     tma.store_wait(0)
 
@@ -192,7 +192,7 @@ def _consume(
 def attention_forward_short_key(
     q_desc, k_desc, v_desc, o_desc, lse, num_runs, sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale,
     total_o,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, BROADCAST: gl.constexpr, D: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, PARTS: gl.constexpr, SETS: gl.constexpr, STAGES: gl.constexpr,
     RUN: gl.constexpr, ACTIVATION: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -200,12 +200,10 @@ def attention_forward_short_key(
     dtype: gl.constexpr = q_desc.dtype
     Q_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, D], dtype)
     K_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, D], dtype)
-    V_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, DV], dtype)
-    O_SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M // 2, DV], dtype)
     q_shared = gl.allocate_shared_memory(dtype, [STAGES * 2, BLOCK_M // 2, D], Q_SHARED)
     k_shared = gl.allocate_shared_memory(dtype, [SETS * PARTS, BLOCK_N, D], K_SHARED)
-    v_shared = gl.allocate_shared_memory(dtype, [SETS * PARTS, BLOCK_N, DV], V_SHARED)
-    o_shared = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, DV], O_SHARED)
+    v_shared = gl.allocate_shared_memory(dtype, [SETS * PARTS, BLOCK_N, D], K_SHARED)
+    o_shared = gl.allocate_shared_memory(dtype, [2, BLOCK_M // 2, D], Q_SHARED)
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     q_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -221,17 +219,17 @@ def attention_forward_short_key(
         [
             (_consume, (
                 o_desc, lse, q_shared, k_shared, v_shared, o_shared, q_full, q_empty, kv_full, kv_empty, num_runs,
-                sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale, total_o, 0, HEADS, BROADCAST, D, DV,
+                sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale, total_o, 0, HEADS, BROADCAST, D,
                 BLOCK_M, BLOCK_N, PARTS, SETS, STAGES, RUN, ACTIVATION,
             )),
             (_consume, (
                 o_desc, lse, q_shared, k_shared, v_shared, o_shared, q_full, q_empty, kv_full, kv_empty, num_runs,
-                sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale, total_o, 1, HEADS, BROADCAST, D, DV,
+                sequence_list, run_list, cu_q, cu_k, seeds, scale, out_scale, total_o, 1, HEADS, BROADCAST, D,
                 BLOCK_M, BLOCK_N, PARTS, SETS, STAGES, RUN, ACTIVATION,
             )),
             (_produce, (
                 q_desc, k_desc, v_desc, q_shared, k_shared, v_shared, q_full, q_empty, kv_full, kv_empty, num_runs,
-                sequence_list, run_list, cu_q, cu_k, seeds, HEADS, GROUP, BROADCAST, D, DV, BLOCK_M, BLOCK_N, PARTS,
+                sequence_list, run_list, cu_q, cu_k, seeds, HEADS, GROUP, BROADCAST, D, BLOCK_M, BLOCK_N, PARTS,
                 SETS, STAGES, RUN,
             )),
         ],

@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 # A segment descriptor has two extra leading dimensions, whose strides cancel modulo 2^64 to any row offset; its row
-# dimension ends at 2^30 (see hopper_host.segment_descriptor).
+# dimension ends at 2^30 (see hopper._segments).
 ROW_LIMIT = gl.constexpr(1 << 30)
 
 # x in $2; the activation to $0, its derivative to $1. As one block of PTX an element's temporaries die before the next

@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lightning_gem.kernels.attention.hopper_device import (
+from lightning_gem.kernels.attention.gluon_device import (
     activate_with_derivative,
     init_barriers,
     item_index,
