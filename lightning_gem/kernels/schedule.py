@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Order = Literal["lpt", "none"]
@@ -145,6 +146,7 @@ class Schedules:
 
 # Per offsets tensor: what was built from it. An entry counts while both tensors live, unchanged, on the same stream.
 _cache: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_dense: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def _shared(tiled: Tensor | None, other: Tensor | None, block_size: int, num_rows: int) -> TileSchedule:
@@ -166,6 +168,20 @@ def _shared(tiled: Tensor | None, other: Tensor | None, block_size: int, num_row
     return schedule
 
 
+def dense_offsets(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Offsets of as many sequences as ``cu_seqlens`` has, all of one length: one tensor for all layers of a step.
+
+    So schedules that depend on it are shared, too.
+    """
+    plain = type(cu_seqlens) is Tensor and not torch.compiler.is_compiling() and not is_in_torch_dispatch_mode()
+    if not (plain and _may_share(cu_seqlens)):
+        return length * torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    entries = _dense.setdefault(cu_seqlens, {})
+    if length not in entries:
+        entries[length] = length * torch.arange(len(cu_seqlens), dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return entries[length]
+
+
 def _nothing() -> None:
     return None
 
@@ -173,7 +189,7 @@ def _nothing() -> None:
 def _may_share(*offsets: Tensor | None) -> bool:
     """Inference tensors count no versions; a captured graph replays the launches of the capture, and nothing else."""
     known = [x for x in offsets if x is not None]
-    if any(x.is_inference() for x in known):
+    if torch.is_inference_mode_enabled() or any(x.is_inference() for x in known):
         return False
     return not (known[0].is_cuda and torch.cuda.is_current_stream_capturing())
 

@@ -94,11 +94,10 @@ def _activate_with_derivative_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
         y = x * share
         slope = share + x * _INVERSE_SQRT_2PI * tl.exp(-0.5 * x * x)
     elif CODE == _GELU_TANH:
-        square = x * x
-        t = tanh(x * (_SQRT_2_OVER_PI + _SQRT_2_OVER_PI * _CUBIC * square), FAST)
-        share = 0.5 + 0.5 * t
+        share = 0.5 + 0.5 * tanh(x * (_SQRT_2_OVER_PI + _SQRT_2_OVER_PI * _CUBIC * x * x), FAST)
         y = x * share
-        slope = share + (0.5 * x - 0.5 * x * t * t) * (_SQRT_2_OVER_PI + 3 * _SQRT_2_OVER_PI * _CUBIC * square)
+        # With t = 2 share - 1, x (1 - t^2) / 2 is 2 y (1 - share).
+        slope = share + (y - y * share) * (2 * _SQRT_2_OVER_PI + 6 * _SQRT_2_OVER_PI * _CUBIC * x * x)
     elif CODE == _GELU_POLY:
         square = x * x
         clamped = tl.minimum(square, _POLY_LIMIT)

@@ -128,7 +128,8 @@ def _add_queries(
             weights = tl.exp2(scores - _load_lse(lse_base, rows, length_q)[None, :])
         else:
             weights, slope = activate_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
-        if MASKED:
+        # Absent queries have no weight and no gradient, and absent keys are rows that are not stored.
+        if MASKED and (HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(
                 rows[None, :],
                 columns[:, None],
@@ -152,7 +153,7 @@ def _add_queries(
                 grad_scores = grad_scores * (1 - bent * bent)
         else:
             grad_scores = grad_weights * slope
-            if MASKED:
+            if MASKED and (HAS_LEFT or HAS_RIGHT or HAS_ROLES):
                 grad_scores = tl.where(visible, grad_scores, 0.0)
         grad_key = tl.dot(grad_scores.to(query.dtype), query, grad_key, input_precision=PRECISION)
     return grad_key, grad_value
@@ -415,7 +416,7 @@ def _add_keys(
         else:
             _, slope = activate_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
             grad_scores = grad_weights * slope
-        if MASKED:
+        if MASKED and (SOFTMAX or HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(
                 rows[:, None],
                 columns[None, :],

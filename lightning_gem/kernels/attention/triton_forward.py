@@ -81,7 +81,8 @@ def _add_keys(
                 scores += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         else:
             scores = activate(scores * scale, codes, head, CODES, PER_HEAD, FAST)
-        if MASKED:
+        # Without softmax absent keys are zeros, and so are their weights: only a window needs a mask.
+        if MASKED and (SOFTMAX or HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(
                 rows[:, None],
                 columns[None, :],

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_gem.kernels.dot_product.op import gdpa
+from lightning_gem.kernels.schedule import TileSchedule, dense_offsets
 
 
 def pffn(
@@ -18,6 +19,9 @@ def pffn(
     activation: str | Sequence[str] = "gelu_tanh",
     scale: float = 1.0,
     out_scale: float = 1.0,
+    deterministic: bool = True,
+    schedule: TileSchedule | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """A two-layer feed-forward network whose weights belong to the sample: out_scale * act(scale * Q K_b^T) V_b.
 
@@ -36,6 +40,9 @@ def pffn(
         activation: An activation of ``gdpa``, or a list of one per query head.
         scale: Factor on Q K^T.
         out_scale: Factor on the result.
+        deterministic: As in ``gdpa``.
+        schedule: As in ``gdpa``.
+        backend: As in ``gdpa``.
 
     Returns:
         (total_q, H, Dv) in the dtype of ``query`` (under autocast: in its dtype).
@@ -54,7 +61,7 @@ def pffn(
             f"to share them, got {tuple(key.shape)} and {tuple(value.shape)}: give every sequence the same N"
         )
     width = key.shape[1]
-    cu_seqlens_k = width * torch.arange(num_sequences + 1, device=cu_seqlens_q.device, dtype=cu_seqlens_q.dtype)
+    cu_seqlens_k = dense_offsets(cu_seqlens_q, width)
     return gdpa(
         query,
         key.flatten(0, 1),
@@ -66,4 +73,7 @@ def pffn(
         activation=activation,
         scale=scale,
         out_scale=out_scale,
+        deterministic=deterministic,
+        schedule=schedule,
+        backend=backend,
     )

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from lightning_gem.kernels.dot_product.op import gdpa
 from lightning_gem.kernels.flash.op import jagged_flash_attention
+from lightning_gem.kernels.schedule import TileSchedule
 
 
 def pma_attention(
@@ -17,6 +18,9 @@ def pma_attention(
     *,
     softmax_scale: float | None = None,
     activation: str | Sequence[str] | None = None,
+    deterministic: bool = True,
+    schedule: TileSchedule | None = None,
+    backend: str = "auto",
 ) -> Tensor:
     """Pools every sequence with the same S seed queries: (S, H, D) seeds become (B, S, H, Dv) summaries.
 
@@ -31,6 +35,9 @@ def pma_attention(
         max_seqlen_k: Upper bound of the lengths; None has it computed.
         softmax_scale: Factor on Q K^T, before the softmax or the activation; None is 1 / sqrt(D).
         activation: None is softmax; otherwise an activation of ``gdpa``, or a list of one per head.
+        deterministic: As in ``jagged_flash_attention``.
+        schedule: As in ``jagged_flash_attention``.
+        backend: As in ``jagged_flash_attention``.
 
     Returns:
         (B, S, H, Dv) in the dtype of ``seeds`` (under autocast: in its dtype).
@@ -38,10 +45,25 @@ def pma_attention(
     Raises:
         ValueError: As ``jagged_flash_attention`` and ``gdpa``, where ``query`` is ``seeds``.
     """
-    offsets = (None, cu_seqlens_k, None, max_seqlen_k)
+    scale = seeds.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    arguments = (seeds, key, value, None, cu_seqlens_k, None, max_seqlen_k)
     if activation is None:
-        out = jagged_flash_attention(seeds, key, value, *offsets, softmax_scale=softmax_scale, broadcast_query=True)
+        out = jagged_flash_attention(
+            *arguments,
+            softmax_scale=scale,
+            broadcast_query=True,
+            deterministic=deterministic,
+            schedule=schedule,
+            backend=backend,
+        )
     else:
-        scale = seeds.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-        out = gdpa(seeds, key, value, *offsets, activation=activation, scale=scale, broadcast_query=True)
+        out = gdpa(
+            *arguments,
+            activation=activation,
+            scale=scale,
+            broadcast_query=True,
+            deterministic=deterministic,
+            schedule=schedule,
+            backend=backend,
+        )
     return out.unflatten(0, (len(cu_seqlens_k) - 1, len(seeds)))

@@ -1,0 +1,34 @@
+"""The portable kernels compile for Hopper and Blackwell, without either: within memory, to their instructions."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.parametrize(("arch", "instruction"), [(90, "wgmma"), (100, "tcgen05")])
+def test_kernels_compile(arch, instruction):
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "offline_compile.py", str(arch)],
+        env=environment,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert output.returncode == 0, output.stderr[-3000:]
+    results = [json.loads(line) for line in output.stdout.splitlines()]
+    assert len(results) > 15
+    for result in results:
+        assert result["shared"] <= 232_448, result
+        assert result["tmem"] <= 512, result  # more compiles to a kernel that only traps
+        assert not result["trap"], result
+        assert result[instruction] == (result["bytes"] == 2), result
+        # Bytes that a thread keeps outside registers. Windows and heads of more than 128 need more than there are.
+        if result["bytes"] == 2 and result["dim"] <= 128:
+            assert result["stack"] <= (256 if result["masked"] else 32), result
