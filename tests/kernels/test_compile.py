@@ -32,3 +32,27 @@ def test_kernels_compile(arch, instruction):
         # Bytes that a thread keeps outside registers. Windows and heads of more than 128 need more than there are.
         if result["bytes"] == 2 and result["dim"] <= 128:
             assert result["stack"] <= (256 if result["masked"] else 32), result
+
+
+def test_hopper_kernels_compile():
+    triton = pytest.importorskip("triton")
+    if not triton.__version__.startswith("3.6."):
+        pytest.skip("the Hopper kernels are written in the Gluon dialect of Triton 3.6")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    output = subprocess.run(
+        [sys.executable, "offline_gluon.py"],
+        env=environment,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+    )
+    assert output.returncode == 0, output.stderr[-3000:]
+    results = [json.loads(line) for line in output.stdout.splitlines()]
+    assert len(results) == 15
+    for result in results:
+        assert result["shared"] <= 232_448, result
+        assert result["wgmma"], result
+        assert result["copies"], result
+        assert not result["trap"], result
+        assert not result["serialized"], result  # ptxas gives up on asynchronous products where registers run out
+        assert result["spills"] <= 512, result

@@ -37,7 +37,8 @@ def supports(
     activation_fits = spec.activation is None or (
         spec.activation in _ACTIVATIONS and (not masked or spec.activation in _FLAT)
     )
-    plain = attn_bias is None and not spec.has_roles and spec.softcap == 0 and spec.scale != 0
+    scale_fits = spec.scale > 0 if spec.activation is None else spec.scale != 0
+    plain = attn_bias is None and not spec.has_roles and spec.softcap == 0 and scale_fits
     return (
         plain
         and activation_fits
@@ -89,6 +90,8 @@ def configuration(
         forward = {"BLOCK_M": _BLOCK, "BLOCK_N": 128, "PARTS": parts, "RUN": _SHORT_RUN}
     if _all_in_one_pass(spec, query, key, max_seqlen_k, sequences):
         return {"forward": forward, "gradients": {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": 2}}
+    if _few_queries(spec, query, key, max_seqlen_q, sequences):
+        return {"forward": forward, "gradients": {"BLOCK_M": 64, "BLOCK_N": 128, "STAGES": _short_query_stages(query)}}
     return {
         "forward": forward,
         "query_gradient": {"BLOCK_M": _BLOCK, "BLOCK_N": 64, "STAGES": 3},
@@ -115,6 +118,18 @@ def _all_in_one_pass(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen
     whole = max_seqlen_k is not None and max_seqlen_k <= 128 and spec.window_left < 0 and spec.right < 0
     busy = sequences * key.shape[1] >= _processors(query.device.index)
     return whole and busy and query.shape[2] == 128
+
+
+def _few_queries(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen_q: int | None, sequences: int) -> bool:
+    """Whether one tile holds all queries of a sequence, and there are sequences enough to go around."""
+    longest = len(query) if spec.broadcast_query else max_seqlen_q
+    whole = longest is not None and longest <= 64 and spec.window_left < 0 and spec.right < 0
+    busy = sequences * key.shape[1] >= _processors(query.device.index)
+    return whole and busy and key.shape[1] == query.shape[1]
+
+
+def _short_query_stages(query: Tensor) -> int:
+    return 2 if query.shape[2] == 128 else 3
 
 
 def forward(
@@ -258,6 +273,15 @@ def backward(
         and _all_in_one_pass(spec, query, key, max_seqlen_k, sequences)
     ):
         _launch_all(spec, *tensors, grad_query, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
+    elif (
+        grad_query is not None
+        and grad_key is not None
+        and grad_value is not None
+        and _few_queries(spec, query, key, max_seqlen_q, sequences)
+    ):
+        partial = query.new_zeros(2, rows, *query.shape[1:])
+        _launch_few_queries(spec, *tensors, partial, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
+        grad_query = partial.sum(0)
     else:
         if grad_query is not None:
             _launch_query(spec, *tensors, grad_query, stats, offsets_q, cu_seqlens_k, schedules)
@@ -304,6 +328,41 @@ def _launch_all(
         D=query.shape[2],
         BLOCK_M=64,
         STAGES=2,
+        ACTIVATION=spec.activation or "",
+        **_REGISTERS,
+    )
+
+
+def _launch_few_queries(
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, partial: Tensor,
+    grad_key: Tensor, grad_value: Tensor, stats: Tensor | None, offsets_q: Tensor, offsets_k: Tensor,
+) -> None:  # fmt: skip
+    from lightning_gem.kernels.attention.gluon_short_query_backward import attention_backward_short_query
+
+    heads = query.shape[1]
+    longest_first = torch.argsort(offsets_k.diff(), descending=True, stable=True).int()
+    attention_backward_short_query[(_processors(query.device.index),)](
+        _segments(query, 64),
+        _segments(key, 64),
+        _segments(value, 64),
+        _segments(grad_out, 64),
+        _segments(partial.flatten(0, 1), 64),
+        _segments(grad_key, 64),
+        _segments(grad_value, 64),
+        _stats_runs(stats, 64, query),
+        (len(offsets_k) - 1) * heads,
+        longest_first,
+        offsets_q,
+        offsets_k,
+        len(query),
+        _kernel_scale(spec),
+        spec.scale * spec.out_scale,
+        spec.out_scale,
+        partial.shape[1],
+        HEADS=heads,
+        BROADCAST=spec.broadcast_query,
+        D=query.shape[2],
+        STAGES=_short_query_stages(query),
         ACTIVATION=spec.activation or "",
         **_REGISTERS,
     )
