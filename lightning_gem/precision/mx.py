@@ -47,8 +47,8 @@ class MXBlocks:
     """A quantised tensor.
 
     Attributes:
-        data: uint8 codes. The blocked axis has moved to the end (what a GEMM contracts over lies contiguous) and is padded
-            with zeros to a multiple of 32; with square blocks the last two dimensions are padded and nothing moves.
+        data: uint8 codes. The blocked axis has moved to the end (what a GEMM contracts over lies contiguous) and is
+            padded with zeros to a multiple of 32; square blocks pad the last two dimensions and move nothing.
         scale: uint8 scale bytes: ``data``'s shape with the blocked dimensions divided by 32.
         fmt: Format of the codes.
         shape: Shape of the tensor that was quantised.
@@ -97,8 +97,8 @@ def scale_bytes(largest: Tensor, fmt: Format = "e4m3", mode: ScaleMode = "rceil"
     element = FORMATS[fmt]
     exponent, mantissa = largest >> 23, largest & 0x7FFFFF
     if mode == "rceil":
-        # Both largest codes are 1.75 times a power of two. At the smallest scale the quotient magnitude / largest code is
-        # subnormal in float32, where it rounds half an ulp more down than the exact rule: the float32 result is the norm.
+        # Both largest codes are 1.75 times a power of two. At the smallest scale the quotient of magnitude and largest
+        # code is subnormal in float32 and may round down to the scale itself: what float32 gives is the rule.
         threshold = torch.where(exponent == element.max_exponent, 0x600001, 0x600000)
         exponent = exponent + (mantissa > threshold).to(torch.int32)
     elif mode == "ceil":
@@ -127,8 +127,8 @@ def mx_quantize(
         axis: The axis that blocks run along.
         fmt: ``e4m3`` or ``e5m2``.
         scale: As in :func:`scale_bytes`.
-        inf: ``poison``: Inf makes its block NaN. ``saturate``: the block gets scale byte 254, Inf the largest code, and the
-            rest is flushed to zero, as the conversion instruction of NVIDIA's GPUs does.
+        inf: ``poison``: Inf makes its block NaN. ``saturate``: the block gets scale byte 254, Inf the largest code,
+            and the rest is flushed to zero, as the conversion instruction of NVIDIA's GPUs does.
         rounding: ``nearest`` (ties to even) or ``stochastic`` (unbiased below the largest code).
         generator: Random numbers of stochastic rounding.
 
@@ -199,7 +199,7 @@ def mx_dequantize(blocks: MXBlocks, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def decode(data: Tensor, scale: Tensor, fmt: Format = "e4m3", square: bool = False) -> Tensor:
-    """float32 numbers of codes ``(..., n)`` with scale bytes ``(..., n / 32)``, or squares of ``(..., m / 32, n / 32)``."""
+    """float32 numbers of codes ``(..., n)`` with scale bytes ``(..., n / 32)``, of squares ``(..., m / 32, n / 32)``."""
     values = data.view(FORMATS[fmt].dtype).to(torch.float32)
     factor = power_of_two(scale)
     if square:
@@ -236,8 +236,8 @@ def hadamard_matrix(seed: int | None = None, device: torch.device | str = "cpu")
 def random_hadamard(x: Tensor, matrix: Tensor, axis: int = -1, inverse: bool = False) -> Tensor:
     """Multiplies blocks of 32 along an axis by an orthonormal matrix, which spreads outliers over their block.
 
-    Both operands of a GEMM, transformed along the contracted axis, have the product that they had. Method: random Hadamard
-    transform as in QuaRot (arXiv 2404.00456), in blocks.
+    Both operands of a GEMM, transformed along the contracted axis, have the product that they had. Method: random
+    Hadamard transform as in QuaRot (arXiv 2404.00456), in blocks.
 
     Args:
         x: Floating; the axis is a multiple of 32 long.
@@ -261,8 +261,8 @@ def random_hadamard(x: Tensor, matrix: Tensor, axis: int = -1, inverse: bool = F
 def mx_to_blocked(scale: Tensor) -> Tensor:
     """Scale bytes ``(rows, columns)`` in the tiles of 128 x 4 that block-scaled GEMMs read, flat, padded with zeros.
 
-    Byte ``(r, c)`` of ``C`` padded columns lands at ``((r // 128) * (C / 4) + c // 4) * 512 + (r % 32) * 16 + ((r % 128)
-    // 32) * 4 + c % 4``: the 32x4x4 layout of cuBLAS.
+    Byte ``(r, c)`` of ``C`` padded columns lands at ``((r // 128) * (C / 4) + c // 4) * 512 + (r % 32) * 16 +
+    ((r % 128) // 32) * 4 + c % 4``: the 32x4x4 layout of cuBLAS.
     """
     rows, columns = scale.shape
     padded = F.pad(scale, (0, -columns % 4, 0, -rows % 128))
