@@ -68,15 +68,22 @@ class MXBlocks:
         if not self.square:
             raise ValueError("only square blocks can be transposed: use mx_requantize to block another axis")
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return MXBlocks(self.data.mT.contiguous(), self.scale.mT.contiguous(), self.fmt, shape, self.axis, True)
+        return MXBlocks(
+            self.data.transpose(-1, -2).contiguous(),
+            self.scale.transpose(-1, -2).contiguous(),
+            self.fmt,
+            shape,
+            self.axis,
+            True,
+        )
 
     def as_rows(self) -> "MXBlocks":
         """Square blocks as blocks of 1 x 32 along the last axis, each row with its own copy of the scale."""
         if not self.square:
             return self
         rows = self.shape[-2]
-        scale = self.scale.repeat_interleave(BLOCK, dim=-2)[..., :rows, :]
-        return MXBlocks(self.data[..., :rows, :], scale, self.fmt, self.shape, self.axis)
+        scale = self.scale.repeat_interleave(BLOCK, dim=-2).narrow(-2, 0, rows)
+        return MXBlocks(self.data.narrow(-2, 0, rows), scale, self.fmt, self.shape, self.axis)
 
 
 def scale_bytes(largest: Tensor, fmt: Format = "e4m3", mode: ScaleMode = "rceil") -> Tensor:
@@ -194,12 +201,12 @@ def mx_dequantize(blocks: MXBlocks, dtype: torch.dtype = torch.float32) -> Tenso
     """
     values = decode(blocks.data, blocks.scale, blocks.fmt, blocks.square)
     if blocks.square:
-        return values[..., : blocks.shape[-2], : blocks.shape[-1]].to(dtype)
-    return values[..., : blocks.shape[blocks.axis]].movedim(-1, blocks.axis).to(dtype)
+        return values.narrow(-2, 0, blocks.shape[-2]).narrow(-1, 0, blocks.shape[-1]).to(dtype)
+    return values.narrow(-1, 0, blocks.shape[blocks.axis]).movedim(-1, blocks.axis).to(dtype)
 
 
 def decode(data: Tensor, scale: Tensor, fmt: Format = "e4m3", square: bool = False) -> Tensor:
-    """float32 numbers of codes ``(..., n)`` with scale bytes ``(..., n / 32)``, of squares ``(..., m / 32, n / 32)``."""
+    """float32 numbers of codes ``(..., n)`` with scales ``(..., n / 32)``, or ``(..., m / 32, n / 32)`` of squares."""
     values = data.view(FORMATS[fmt].dtype).to(torch.float32)
     factor = power_of_two(scale)
     if square:
