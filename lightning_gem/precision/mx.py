@@ -68,14 +68,10 @@ class MXBlocks:
         if not self.square:
             raise ValueError("only square blocks can be transposed: use mx_requantize to block another axis")
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return MXBlocks(
-            self.data.transpose(-1, -2).contiguous(),
-            self.scale.transpose(-1, -2).contiguous(),
-            self.fmt,
-            shape,
-            self.axis,
-            True,
+        data, scale = (
+            x.transpose(-1, -2).clone(memory_format=torch.contiguous_format) for x in (self.data, self.scale)
         )
+        return MXBlocks(data, scale, self.fmt, shape, self.axis, True)
 
     def as_rows(self) -> "MXBlocks":
         """Square blocks as blocks of 1 x 32 along the last axis, each row with its own copy of the scale."""
