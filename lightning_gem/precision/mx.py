@@ -207,9 +207,9 @@ def decode(data: Tensor, scale: Tensor, fmt: Format = "e4m3", square: bool = Fal
     factor = power_of_two(scale)
     if square:
         tall, wide = scale.shape[-2:]
-        values = values.reshape(*scale.shape[:-2], tall, BLOCK, wide, BLOCK) * factor[..., :, None, :, None]
+        values = values.reshape(*scale.shape[:-2], tall, BLOCK, wide, BLOCK) * factor.unsqueeze(-1).unsqueeze(-3)
     else:
-        values = values.unflatten(-1, (scale.shape[-1], BLOCK)) * factor[..., None]
+        values = values.unflatten(-1, (scale.shape[-1], BLOCK)) * factor.unsqueeze(-1)
     return values.reshape(data.shape)
 
 
