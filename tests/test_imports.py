@@ -13,8 +13,9 @@ ALLOWED = {
     "metrics": set(),
     "data": set(),
     "optimizers": set(),
-    "models": {"data", "metrics", "kernels", "optimizers"},
-    "callbacks": {"data", "metrics", "kernels"},
+    "precision": {"kernels"},
+    "models": {"data", "metrics", "kernels", "optimizers", "precision"},
+    "callbacks": {"data", "metrics", "kernels", "precision"},
     "cli": {"models", "data", "callbacks"},
 }
 
@@ -46,7 +47,12 @@ def test_every_part_has_an_arrow() -> None:
 
 @pytest.mark.parametrize(
     ("module", "absent"),
-    [("lightning_gem", "torch"), ("lightning_gem.kernels", "lightning"), ("lightning_gem.kernels", "torchrec")],
+    [
+        ("lightning_gem", "torch"),
+        ("lightning_gem.kernels", "lightning"),
+        ("lightning_gem.kernels", "torchrec"),
+        ("lightning_gem.precision", "lightning"),
+    ],
 )
 def test_light_imports(module: str, absent: str) -> None:
     code = f"import sys, {module}; assert {absent!r} not in sys.modules"

@@ -45,6 +45,14 @@ class WukongExperts(nn.Module):
         nn.init.normal_(self.linear, std=self.num_tokens**-0.5)
         nn.init.normal_(self.residual, std=self.num_tokens**-0.5)
 
+    def batched_weights(self) -> list[Tensor]:
+        """Matrices that :meth:`batched_product` multiplies by, each ``(experts, in, out)``."""
+        return list(self.mlp)
+
+    def batched_product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``(experts, rows, in)`` times ``(experts, in, out)``; a precision recipe replaces it."""
+        return torch.bmm(x, weight)
+
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, num_tokens, width)`` to the experts' tokens ``(B, n, width)``."""
         config = self.config
@@ -57,7 +65,7 @@ class WukongExperts(nn.Module):
         projected = x.transpose(2, 3) @ self.low_rank.unsqueeze(1)
         hidden = rms_norm((x @ projected).flatten(2))
         for i, weight in enumerate(self.mlp):
-            hidden = torch.bmm(hidden, weight)
+            hidden = self.batched_product(hidden, weight)
             if i < len(self.mlp) - 1:
                 hidden = activate(hidden, self.activation)
         machine = hidden.view(config.num_experts, batch, config.num_fm_tokens, width)

@@ -1,1 +1,45 @@
 """Low-precision training: the MXFP8 format, linear layers in it, conversion of models, and the Lightning plugin."""
+
+from importlib import import_module
+from typing import Any
+
+from lightning_gem.precision.convert import ScopeRule, convert, high_precision, unconvert
+from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_grouped_linear, mxfp8_linear
+from lightning_gem.precision.mx import (
+    MXBlocks,
+    mx_dequantize,
+    mx_from_blocked,
+    mx_quantize,
+    mx_quantize_2d,
+    mx_requantize,
+    mx_to_blocked,
+)
+from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
+
+__all__ = [
+    "RECIPES",
+    "MXBlocks",
+    "MXFP8Precision",
+    "PrecisionRecipe",
+    "ScopeRule",
+    "convert",
+    "get_recipe",
+    "high_precision",
+    "mx_dequantize",
+    "mx_from_blocked",
+    "mx_quantize",
+    "mx_quantize_2d",
+    "mx_requantize",
+    "mx_to_blocked",
+    "mxfp8_batched_linear",
+    "mxfp8_grouped_linear",
+    "mxfp8_linear",
+    "unconvert",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Lightning is loaded with the plugin only.
+    if name == "MXFP8Precision":
+        return import_module("lightning_gem.precision.plugin").MXFP8Precision
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
