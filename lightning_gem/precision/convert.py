@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ DEFAULT_EXCLUDE = (
 )
 # Layers with fewer outputs are logits or gates by another name.
 LEAST_OUTPUTS = 32
+_generated: dict[type[nn.Module], type[nn.Module]] = {}
 
 
 @dataclass(frozen=True)
@@ -104,12 +104,13 @@ class ConvertedExperts(Converted):
         return mxfp8_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
 
 
-@lru_cache(maxsize=None)
 def converted_class(original: type[nn.Module]) -> type[nn.Module]:
     """The converted class of a class: one per class, so that copies of a module have the same."""
-    mixin = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
-    attributes = {"original_class": original, "__module__": __name__, "__doc__": mixin.__doc__}
-    return type(f"MX{original.__name__}", (mixin, original), attributes)
+    if original not in _generated:
+        mixin = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
+        attributes = {"original_class": original, "__module__": __name__, "__doc__": mixin.__doc__}
+        _generated[original] = type(f"MX{original.__name__}", (mixin, original), attributes)
+    return _generated[original]
 
 
 def _rebuild(original: type[nn.Module]) -> nn.Module:
@@ -249,8 +250,8 @@ def _last_layers(model: nn.Module, scope: ScopeRule) -> tuple[str, ...]:
     ]
     if not lists:
         raise ValueError(
-            f"keep_last_layers={scope.keep_last_layers} finds no module list called {scope.layers!r}: set layers to the "
-            "name of the list that holds the layers, or use exclude"
+            f"keep_last_layers={scope.keep_last_layers} finds no module list called {scope.layers!r}: set layers to "
+            "the name of the list that holds the layers, or use exclude"
         )
     prefixes = []
     for name, module in lists:
@@ -263,10 +264,13 @@ def _last_layers(model: nn.Module, scope: ScopeRule) -> tuple[str, ...]:
 
 
 def _check_widths(name: str, module: nn.Module) -> None:
-    shapes = [module.weight.shape] if isinstance(module, nn.Linear) else [w.shape[1:] for w in module.batched_weights()]  # type: ignore[operator, union-attr]
+    if isinstance(module, nn.Linear):
+        shapes = [module.weight.shape]
+    else:
+        shapes = [weight.shape[1:] for weight in module.batched_weights()]  # type: ignore[operator]
     for shape in shapes:
         if any(size % BLOCK for size in shape):
             raise ValueError(
-                f"{name} multiplies by a matrix of {shape[0]} x {shape[1]}, which blocks of {BLOCK} do not fill: make its "
-                f"widths multiples of {BLOCK}, add {re.escape(name)!r} to exclude, or set pad to pad with zeros"
+                f"{name} multiplies by a matrix of {shape[0]} x {shape[1]}, which blocks of {BLOCK} do not fill: make "
+                f"its widths multiples of {BLOCK}, add {re.escape(name)!r} to exclude, or set pad to pad with zeros"
             )

@@ -1,6 +1,5 @@
 """The Lightning plugin: bf16 autocast, and MXFP8 in the layers of the scope."""
 
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -72,7 +71,7 @@ class MXFP8Precision(MixedPrecision):
         rank_zero_info(f"{self.recipe.name} in {len(self.converted)} modules")
         return module
 
-    def autocast_context_manager(self) -> AbstractContextManager[Any]:
+    def autocast_context_manager(self) -> torch.autocast:
         """Autocast on the device that the model is on by now."""
         if self._module is not None:
             device = next(self._module.parameters()).device

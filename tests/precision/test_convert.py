@@ -238,7 +238,7 @@ def test_gem(recipe: str) -> None:
 
 def test_gem_of_odd_width_names_the_module() -> None:
     net = GEM(make_schema(), GEMConfig(width=16))
-    with pytest.raises(ValueError, match=r"feature_tokenizer.dense_out multiplies by .* multiples of 32"):
+    with pytest.raises(ValueError, match=r"feed_forward.key_value multiplies by .* multiples of 32"):
         convert(net)
     convert(net, scope=ScopeRule(pad=True))
 

@@ -1,0 +1,186 @@
+"""The plugin under a Trainer: training, checkpoints, resume across recipes, the command line, two processes."""
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+
+from lightning_gem.cli import main
+from lightning_gem.models import GEM, GEMConfig, GEMModule
+from lightning_gem.precision import MXFP8Precision, plugin
+from lightning_gem.precision.convert import Converted
+from tests.helpers import ToyData
+
+
+def make_module(data: ToyData) -> GEMModule:
+    return GEMModule(
+        data.schema,
+        network=partial(GEM, config=GEMConfig(width=32)),
+        optimizer=partial(torch.optim.AdamW, lr=3e-3),
+        table_lr=0.05,
+        decay="none",
+    )
+
+
+def make_trainer(folder: Path, precision: Any, **arguments: Any) -> Trainer:
+    defaults: dict[str, Any] = {
+        "accelerator": "cpu",
+        "plugins": [precision],
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 1,
+        "default_root_dir": folder,
+        "max_steps": 2,
+        "limit_val_batches": 0,
+    }
+    return Trainer(**{**defaults, **arguments})
+
+
+@pytest.fixture
+def say_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin, "_announced", set())
+
+
+def test_trains_as_bf16_does(tmp_path: Path, say_it_again: None) -> None:
+    results = {}
+    for name, precision in (("bf16", MixedPrecision("bf16-mixed", "cpu")), ("mxfp8", MXFP8Precision())):
+        seed_everything(0)
+        data = ToyData(num_rows=1024, batch_size=64)
+        module = make_module(data)
+        trainer = make_trainer(tmp_path, precision, max_steps=-1, max_epochs=1, limit_val_batches=None)
+        trainer.fit(module, data)
+        results[name] = trainer.callback_metrics["val/click/ne"].item()
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    assert results["bf16"] < 0.9
+    assert results["mxfp8"] == pytest.approx(results["bf16"], abs=0.02)
+    low, high = (torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("mxfp8", "bf16"))
+    assert list(low["state_dict"]) == list(high["state_dict"])
+    assert all(value.dtype == high["state_dict"][name].dtype for name, value in low["state_dict"].items())
+    assert low["MXFP8Precision"]["recipe"] == "mxfp8"
+    assert len(low["MXFP8Precision"]["converted"]) > 10
+    plain = make_module(data)
+    plain.configure_model()
+    plain.load_state_dict(low["state_dict"])
+    assert not any(isinstance(m, Converted) for m in plain.modules())
+
+
+def test_says_once_that_it_is_numerics_only(
+    tmp_path: Path, say_it_again: None, recwarn: pytest.WarningsRecorder
+) -> None:
+    data = ToyData()
+    with pytest.warns(UserWarning, match="numerics only"):
+        make_trainer(tmp_path, MXFP8Precision()).fit(make_module(data), data)
+    recwarn.clear()
+    make_trainer(tmp_path, MXFP8Precision()).fit(make_module(data), data)
+    assert not [warning for warning in recwarn if "numerics only" in str(warning.message)]
+
+
+def test_resume_across_recipes(tmp_path: Path) -> None:
+    data, path = ToyData(), tmp_path / "two.ckpt"
+    module = make_module(data)
+    trainer = make_trainer(tmp_path, MXFP8Precision())
+    trainer.fit(module, data)
+    trainer.save_checkpoint(path)
+    for precision, message in (
+        (MXFP8Precision("mxfp8_compact"), "trained with recipe 'mxfp8', this run goes on with 'mxfp8_compact'"),
+        (MXFP8Precision(keep_last_layers=1), "other modules in low precision"),
+    ):
+        trainer = make_trainer(tmp_path, precision, max_steps=4)
+        with pytest.warns(UserWarning, match=message):
+            trainer.fit(make_module(data), data, ckpt_path=path, weights_only=True)
+        assert trainer.global_step == 4
+    trainer = make_trainer(tmp_path, MixedPrecision("bf16-mixed", "cpu"), max_steps=4)
+    trainer.fit(make_module(data), data, ckpt_path=path, weights_only=True)
+    assert trainer.global_step == 4
+
+
+def test_same_run_resumes_to_the_bit(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    def run(steps: int, ckpt_path: str | None) -> dict[str, torch.Tensor]:
+        seed_everything(0)
+        data = ToyData()
+        saving = ModelCheckpoint(tmp_path, save_last=True, every_n_train_steps=2, save_top_k=0)
+        trainer = make_trainer(
+            tmp_path, MXFP8Precision(), max_steps=steps, callbacks=[saving], enable_checkpointing=True
+        )
+        module = make_module(data)
+        trainer.fit(module, data, ckpt_path=ckpt_path)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    whole = run(4, None)
+    (tmp_path / "last.ckpt").unlink()
+    run(2, None)
+    resumed = run(4, str(tmp_path / "last.ckpt"))
+    assert not [w for w in recwarn if "checkpoint was trained" in str(w.message)]
+    for name, value in whole.items():
+        assert torch.equal(value, resumed[name]), name
+
+
+def test_arguments_reach_the_scope() -> None:
+    precision = MXFP8Precision(
+        "mxfp8_compact", ["a"], ["b"], ["C"], ["D"], 1, "blocks", True, high_precision_weight_gradient=True
+    )
+    scope = precision.scope
+    assert (scope.include, scope.exclude, scope.include_types, scope.exclude_types) == (("a",), ("b",), ("C",), ("D",))
+    assert (scope.keep_last_layers, scope.layers, scope.pad) == (1, "blocks", True)
+    assert precision.recipe.compact
+    assert precision.recipe.high_precision_weight_gradient
+    with pytest.raises(NotImplementedError, match="auto"):
+        MXFP8Precision("auto")
+
+
+def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of the plugin override the recipe's file; a mistake in them names the layers there are."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    command = [
+        *("fit", "--config", "configs/tiny_mxfp8.yaml", "--trainer.max_steps=2", "--trainer.limit_val_batches=0"),
+        *("--trainer.logger=false", "--trainer.enable_progress_bar=false", f"--trainer.default_root_dir={tmp_path}"),
+        *(f"--checkpoint.dirpath={tmp_path}", "--data.num_train=1024", "--data.num_workers=0"),
+        "--trainer.plugins=lightning_gem.precision.MXFP8Precision",
+    ]
+    main([*command, "--trainer.plugins.recipe=mxfp8_compact", "--trainer.plugins.keep_last_layers=1"])
+    state = torch.load(tmp_path / "last.ckpt", weights_only=True)["MXFP8Precision"]
+    assert state["recipe"] == "mxfp8_compact"
+    assert state["converted"]
+    assert not [name for name in state["converted"] if "layers.1." in name]
+    with pytest.raises(ValueError, match="include pattern 'atention' matches no linear layer"):
+        main([*command, '--trainer.plugins.include=["atention"]'])
+
+
+class Check(Callback):
+    """Looks at the network where it trains, and saves it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert sum(isinstance(module, Converted) for module in pl_module.modules()) > 10
+        loss = float(trainer.callback_metrics["train/loss"])
+        assert math.isfinite(loss)
+        gathered = trainer.strategy.all_gather(pl_module.network.layers[0].context.mix.detach())
+        assert torch.equal(gathered[0], gathered[1])
+        trainer.save_checkpoint(self.path)
+
+
+def test_two_processes(tmp_path: Path) -> None:
+    seed_everything(0)
+    data = ToyData()
+    path = tmp_path / "end.ckpt"
+    trainer = make_trainer(
+        tmp_path, MXFP8Precision("mxfp8_compact"), devices=2, strategy="ddp_spawn", callbacks=[Check(path)]
+    )
+    trainer.fit(make_module(data), data)
+    state = torch.load(path, weights_only=True)
+    assert state["global_step"] == 2
+    assert state["MXFP8Precision"]["recipe"] == "mxfp8_compact"
+    plain = make_module(data)
+    plain.configure_model()
+    assert list(state["state_dict"]) == list(plain.state_dict())
