@@ -3,5 +3,6 @@
 from lightning_gem.callbacks.checkpoint import ResumableCheckpoint
 from lightning_gem.callbacks.predictions import PredictionWriter
 from lightning_gem.callbacks.quality import QualityTable
+from lightning_gem.callbacks.sensitivity import SensitivityProbe
 
-__all__ = ["PredictionWriter", "QualityTable", "ResumableCheckpoint"]
+__all__ = ["PredictionWriter", "QualityTable", "ResumableCheckpoint", "SensitivityProbe"]

@@ -9,7 +9,7 @@ DDP, FSDP2 and optimizers have seen the model. What is converted:
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +65,12 @@ class Converted:
     Attributes:
         precision_recipe: How they compute.
         precision_enabled: False: as before the conversion, for comparisons.
+        precision_probe: Called with the input, the weight ``(..., N, K)`` and the output of each product, if set.
     """
 
     precision_recipe: PrecisionRecipe
     precision_enabled: bool
+    precision_probe: Callable[[Tensor, Tensor, Tensor], None] | None = None
     original_class: type[nn.Module]
 
     def extra_repr(self) -> str:
@@ -91,7 +93,10 @@ class ConvertedLinear(Converted):
         """As ``torch.nn.Linear``."""
         if not self.precision_enabled:
             return super().forward(input)  # type: ignore[misc]
-        return mxfp8_linear(input, self.weight, self.bias, self.precision_recipe)
+        out = mxfp8_linear(input, self.weight, self.bias, self.precision_recipe)
+        if self.precision_probe is not None:
+            self.precision_probe(input, self.weight, out)
+        return out
 
 
 class ConvertedExperts(Converted):
@@ -101,7 +106,10 @@ class ConvertedExperts(Converted):
         """``(E, M, K)`` times ``(E, K, N)``."""
         if not self.precision_enabled:
             return super().batched_product(x, weight)  # type: ignore[misc]
-        return mxfp8_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
+        out = mxfp8_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
+        if self.precision_probe is not None:
+            self.precision_probe(x, weight.transpose(1, 2), out)
+        return out
 
 
 def converted_class(original: type[nn.Module]) -> type[nn.Module]:

@@ -1,6 +1,6 @@
 """The Lightning plugin: bf16 autocast, and MXFP8 in the layers of the scope."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -63,6 +63,15 @@ class MXFP8Precision(MixedPrecision):
         )
         self.converted: list[str] = []
         self._module: nn.Module | None = None
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments that make this plugin again, in types that YAML has."""
+        scope = {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self.scope).items()}
+        return {
+            "recipe": self.recipe.name,
+            **scope,
+            "high_precision_weight_gradient": self.recipe.high_precision_weight_gradient,
+        }
 
     def convert_module(self, module: nn.Module) -> nn.Module:
         """Converts in place: some strategies ignore what this returns."""
