@@ -7,12 +7,14 @@ from lightning_gem.precision.convert import ScopeRule, convert, high_precision, 
 from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_grouped_linear, mxfp8_linear
 from lightning_gem.precision.mx import (
     MXBlocks,
+    hadamard_matrix,
     mx_dequantize,
     mx_from_blocked,
     mx_quantize,
     mx_quantize_2d,
     mx_requantize,
     mx_to_blocked,
+    random_hadamard,
 )
 from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
 
@@ -24,6 +26,7 @@ __all__ = [
     "ScopeRule",
     "convert",
     "get_recipe",
+    "hadamard_matrix",
     "high_precision",
     "mx_dequantize",
     "mx_from_blocked",
@@ -34,6 +37,7 @@ __all__ = [
     "mxfp8_batched_linear",
     "mxfp8_grouped_linear",
     "mxfp8_linear",
+    "random_hadamard",
     "unconvert",
 ]
 

@@ -36,6 +36,7 @@ class MXFP8Precision(MixedPrecision):
         layers: Name of the module list that holds the layers.
         pad: Pad widths that are no multiple of 32.
         high_precision_weight_gradient: Compute gradients of weights in bf16.
+        require_native: Refuse to train on a device that would emulate.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class MXFP8Precision(MixedPrecision):
         layers: str = "layers",
         pad: bool = False,
         high_precision_weight_gradient: bool = False,
+        require_native: bool = False,
     ) -> None:
         super().__init__("bf16-mixed", "cuda" if torch.cuda.is_available() else "cpu")
         self.recipe = replace(get_recipe(recipe), high_precision_weight_gradient=high_precision_weight_gradient)
@@ -61,6 +63,7 @@ class MXFP8Precision(MixedPrecision):
             layers,
             pad,
         )
+        self.require_native = require_native
         self.converted: list[str] = []
         self._module: nn.Module | None = None
 
@@ -71,6 +74,7 @@ class MXFP8Precision(MixedPrecision):
             "recipe": self.recipe.name,
             **scope,
             "high_precision_weight_gradient": self.recipe.high_precision_weight_gradient,
+            "require_native": self.require_native,
         }
 
     def convert_module(self, module: nn.Module) -> nn.Module:
@@ -86,6 +90,11 @@ class MXFP8Precision(MixedPrecision):
             device = next(self._module.parameters()).device
             self._module = None
             self.device = device.type
+            if self.require_native and not native_mx(device):
+                raise ValueError(
+                    f"{self.recipe.name} with require_native needs a GPU of compute capability 10 (Blackwell), and "
+                    f"{self.converted[0]} is on {device}: set require_native to false to emulate, or use bf16-mixed"
+                )
             announce_emulation(device)
         return super().autocast_context_manager()
 

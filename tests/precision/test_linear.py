@@ -218,6 +218,18 @@ def test_compiled(recipe: PrecisionRecipe) -> None:
         torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-5)
 
 
+def test_compiled_once_for_any_number_of_rows() -> None:
+    compiled = torch.compile(mxfp8_linear, fullgraph=True, dynamic=True)
+    weight = leaf(32, 64, seed=1)
+    for rows in (40, 77, 33):
+        x = leaf(rows, 64)
+        with torch.compiler.set_stance("fail_on_recompile" if rows != 40 else "default"):
+            out = compiled(x, weight, None, RECIPES["mxfp8"])
+            actual = torch.autograd.grad(out.sum(), (x, weight))
+        expected = torch.autograd.grad(mxfp8_linear(x, weight).sum(), (x, weight))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
 def test_activation_checkpointing(recipe: PrecisionRecipe) -> None:
     x, weight = leaf(40, 64), leaf(64, 64, seed=1)

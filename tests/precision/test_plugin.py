@@ -55,6 +55,13 @@ def test_says_once_that_it_is_numerics_only(
     assert not [warning for warning in recwarn if "numerics only" in str(warning.message)]
 
 
+def test_native_on_demand(tmp_path: Path) -> None:
+    data = ToyData()
+    trainer = make_trainer(tmp_path, MXFP8Precision(require_native=True))
+    with pytest.raises(ValueError, match=r"needs a GPU.*network\.\S+ is on cpu: set require_native"):
+        trainer.fit(make_module(data), data)
+
+
 def test_resume_across_recipes(tmp_path: Path) -> None:
     data, path = ToyData(), tmp_path / "two.ckpt"
     module = make_module(data)
