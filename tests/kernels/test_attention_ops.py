@@ -74,6 +74,7 @@ OPS_TO_COMPILE = {
     "gdpa": lambda q, k, v, cu, longest: gdpa(q, k, v, cu, cu, longest, longest, window_size=(3, 3)),
     "pma": lambda q, k, v, cu, longest: pma_attention(k[:2] * 1.0, k, v, cu, longest),
     "pffn": lambda q, k, v, cu, longest: pffn(q, q.new_ones(5, 3, 2, 4), q.new_ones(5, 3, 2, 4), cu, longest),
+    "shared pffn": lambda q, k, v, cu, longest: pffn(q, q.new_ones(3, 2, 4), q.new_ones(3, 2, 4), cu, longest),
 }
 
 
