@@ -98,7 +98,8 @@ def gdpa(
         return reference.forward(
             spec, query, key, value, cu_seqlens_q, cu_seqlens_k, None, num_targets, return_lse=False
         )[0]
-    dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, None, backend)
+    if backend != "auto":  # refuse before anything is launched
+        dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, None, backend)
     return forward_op(
         query,
         key,

@@ -138,7 +138,8 @@ def jagged_flash_attention(
         _check_bias_size(attn_bias, query, cu_seqlens_q, cu_seqlens_k)
         out, lse = reference.forward(spec, query, key, value, cu_seqlens_q, cu_seqlens_k, attn_bias, None, return_lse)
         return out if lse is None else (out, lse)
-    dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend)
+    if backend != "auto":  # refuse before anything is launched
+        dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend)
     out, lse = forward_op(
         query,
         key,
