@@ -1,0 +1,357 @@
+# mypy: allow-untyped-defs
+"""Jagged concatenation, pooling and broadcasts. The sequence of a row is found by a binary search of the offsets."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_gem.kernels.launch import multiprocessors, next_power_of_2, on_device
+
+
+@triton.jit
+def _sequence_of(cu_seqlens, row, num_sequences, steps):
+    """The sequence of each row, ``num_sequences`` for slack: how many sequences end at or before it."""
+    low = tl.zeros_like(row).to(tl.int32)
+    high = low + num_sequences
+    for _ in range(steps):
+        middle = (low + high) // 2
+        searching = low < high
+        ends = tl.load(cu_seqlens + middle + 1, searching, 0)
+        after = searching & (ends <= row)
+        high = tl.where(searching & (ends > row), middle, high)
+        low = tl.where(after, middle + 1, low)
+    return low
+
+
+@triton.jit
+def concat_kernel(
+    parts,
+    cu_seqlens,
+    part_rows,
+    part_strides,
+    whole,
+    whole_stride,
+    num_sequences,
+    steps,
+    dim,
+    NUM_PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SLACK: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copies rows of all parts into the whole, or back (``SPLIT``).
+
+    Row ``r`` of part ``i`` in sequence ``b`` lies at ``r`` plus the ends of ``b`` in the parts before and its starts in
+    the parts after. Slack counts as one more sequence, of zeros; ``SLACK``: the whole has room for that of all parts.
+    """
+    tile = tl.program_id(0)
+    across = tl.cdiv(dim, BLOCK)
+    for i in tl.static_range(NUM_PARTS):
+        tiles = tl.cdiv(part_rows[i], ROWS) * across
+        if (tile >= 0) & (tile < tiles):
+            row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+            column = tile % across * BLOCK + tl.arange(0, BLOCK)
+            inside = row < part_rows[i]
+            sequence = _sequence_of(cu_seqlens[i], row, num_sequences, steps)
+            real = sequence < num_sequences
+            place = row
+            for j in tl.static_range(NUM_PARTS):
+                if j < i:
+                    ends = tl.load(cu_seqlens[j] + sequence + 1, real & inside, 0).to(tl.int64)
+                    place += tl.where(real, ends, part_rows[j])
+                if j > i:
+                    place += tl.load(cu_seqlens[j] + sequence, inside, 0).to(tl.int64)
+            known = column < dim
+            at_part = parts[i] + (row * part_strides[i])[:, None] + column[None, :]
+            at_whole = whole + (place * whole_stride)[:, None] + column[None, :]
+            take = (real & inside)[:, None] & known[None, :]
+            if SPLIT:
+                tl.store(at_part, tl.load(at_whole, take, 0.0), inside[:, None] & known[None, :])
+            elif SLACK:
+                tl.store(at_whole, tl.load(at_part, take, 0.0), inside[:, None] & known[None, :])
+            else:
+                tl.store(at_whole, tl.load(at_part, take, 0.0), take)
+        tile -= tiles
+
+
+@triton.jit
+def pool_kernel(
+    x,
+    other,
+    cu_seqlens,
+    out,
+    index,
+    num_sequences,
+    splits,
+    dim,
+    x_stride,
+    other_stride,
+    MODE: tl.constexpr,
+    HAS_OTHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One part of one sequence: its sum, mean, or maximum with the row where it is first reached."""
+    across = tl.cdiv(dim, BLOCK)
+    program = tl.program_id(0)
+    column = program % across * BLOCK + tl.arange(0, BLOCK)
+    program = (program // across).to(tl.int64)
+    sequence = program // splits
+    start = tl.load(cu_seqlens + sequence).to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
+    length = end - start
+    share = tl.cdiv(tl.cdiv(length, splits), ROWS) * ROWS
+    first = start + program % splits * share
+    last = tl.minimum(first + share, end)
+    known = column < dim
+    if MODE == "max":
+        best = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
+        where = tl.full([ROWS, BLOCK], 2147483647, tl.int32)
+    else:
+        total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for at in range(first, last, ROWS):
+        row = at + tl.arange(0, ROWS).to(tl.int64)
+        valid = (row < last)[:, None] & known[None, :]
+        values = tl.load(x + (row * x_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+        if HAS_OTHER:
+            values *= tl.load(other + (row * other_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+        if MODE == "max":
+            # The first row wins; NaN beats everything, as in torch.
+            first_here = where == 2147483647
+            better = valid & (first_here | (values > best) | ((values != values) & (best == best)))
+            best = tl.where(better, values, best)
+            where = tl.where(better, (row - start).to(tl.int32)[:, None], where)
+        else:
+            total += values
+    place = program * dim + column
+    if MODE == "max":
+        nan = tl.max(tl.where(best != best, 1, 0), 0) > 0
+        largest = tl.max(tl.where(best == best, best, float("-inf")), 0)
+        wins = tl.where(nan[None, :], best != best, (best == largest[None, :]) & (where != 2147483647))
+        first_row = tl.min(tl.where(wins, where, 2147483647), 0)
+        largest = tl.where(nan, float("nan"), tl.where(length > 0, largest, 0.0))
+        tl.store(out + place, largest.to(out.dtype.element_ty), known)
+        tl.store(index + place, first_row, known)
+    else:
+        result = tl.sum(total, 0)
+        if MODE == "mean":
+            result = result / tl.maximum(length, 1).to(tl.float32)
+        tl.store(out + place, result.to(out.dtype.element_ty), known)
+
+
+@triton.jit
+def broadcast_kernel(
+    x,
+    dense,
+    index,
+    cu_seqlens,
+    out,
+    rows,
+    num_sequences,
+    steps,
+    max_len,
+    dim,
+    x_stride,
+    out_stride,
+    MODE: tl.constexpr,
+    PER_POSITION: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gives every row its sequence's dense row: copied, divided by the length, selected, added or multiplied."""
+    across = tl.cdiv(dim, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    inside = row < rows
+    sequence = _sequence_of(cu_seqlens, row, num_sequences, steps)
+    real = inside & (sequence < num_sequences)
+    known = column < dim
+    start = tl.load(cu_seqlens + sequence, real, 0).to(tl.int64)
+    source = sequence.to(tl.int64)
+    has_dense = real
+    if PER_POSITION:
+        has_dense = real & (row - start < max_len)
+        source = source * max_len + (row - start)
+    at = (source * dim)[:, None] + column[None, :]
+    values = tl.load(dense + at, has_dense[:, None] & known[None, :], 0.0).to(tl.float32)
+    if MODE == "mean":
+        end = tl.load(cu_seqlens + sequence + 1, real, 1).to(tl.int64)
+        values = values / (end - start).to(tl.float32)[:, None]
+    if MODE == "select":
+        chosen = tl.load(index + at, real[:, None] & known[None, :], -1)
+        values = tl.where(chosen == (row - start)[:, None], values, 0.0)
+    if MODE == "add" or MODE == "multiply":
+        valid = real[:, None] & known[None, :]
+        own = tl.load(x + (row * x_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+        values = own + values if MODE == "add" else own * values
+    place = (row * out_stride)[:, None] + column[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), inside[:, None] & known[None, :])
+
+
+@triton.jit
+def pad_kernel(
+    x,
+    other,
+    cu_seqlens,
+    out,
+    total,
+    max_len,
+    dim,
+    x_stride,
+    other_stride,
+    HAS_OTHER: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Packed rows to (B, L, D) with zeros behind the end of a sequence; times the other rows, if any."""
+    across = tl.cdiv(dim, BLOCK)
+    row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
+    inside = row < total
+    sequence = row // max_len
+    start = tl.load(cu_seqlens + sequence, inside, 0).to(tl.int64)
+    end = tl.load(cu_seqlens + sequence + 1, inside, 0).to(tl.int64)
+    source = start + row % max_len
+    valid = (inside & (source < end))[:, None] & (column < dim)[None, :]
+    values = tl.load(x + (source * x_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+    if HAS_OTHER:
+        values *= tl.load(other + (source * other_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+    place = (row * dim)[:, None] + column[None, :]
+    tl.store(out + place, values.to(out.dtype.element_ty), inside[:, None] & (column < dim)[None, :])
+
+
+def tile(dim: int, elements: int = 8192, most: int = 512) -> tuple[int, int]:
+    """Rows and columns of a tile: columns that divide the width where they can."""
+    block = min(dim & -dim, most)
+    if block < 64:
+        block = min(max(next_power_of_2(dim), 16), most)
+    return max(elements // block, 1), block
+
+
+def concat(
+    parts: list[Tensor], cu_seqlens: list[Tensor], whole: Tensor, split: bool, slack: bool
+) -> None:
+    """Copies between 2-dimensional parts and the whole; see ``concat_kernel``."""
+    dim, num_sequences = whole.shape[1], len(cu_seqlens[0]) - 1
+    rows, block = tile(dim)
+    programs = sum(triton.cdiv(len(part), rows) for part in parts) * triton.cdiv(dim, block)
+    if programs == 0 or num_sequences == 0:
+        return
+    with on_device(whole):
+        concat_kernel[(programs,)](
+            tuple(parts),
+            tuple(cu_seqlens),
+            tuple(len(part) for part in parts),
+            tuple(part.stride(0) for part in parts),
+            whole,
+            whole.stride(0),
+            num_sequences,
+            num_sequences.bit_length(),
+            dim,
+            NUM_PARTS=len(parts),
+            SPLIT=split,
+            SLACK=slack,
+            ROWS=rows,
+            BLOCK=block,
+        )
+
+
+def pool(
+    x: Tensor, other: Tensor | None, cu_seqlens: Tensor, mode: str, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Pools 2-dimensional rows to (B, D); for ``max`` also the position of the maximum in its sequence, int32."""
+    dim, num_sequences = x.shape[1], len(cu_seqlens) - 1
+    rows, block = tile(dim, most=128)
+    across = triton.cdiv(dim, block)
+    # Few sequences are pooled in parts, which are joined in fixed order.
+    splits = max(min(8 * multiprocessors(x) // max(num_sequences * across, 1), triton.cdiv(len(x), 1024), 64), 1)
+    partial_mode, dtype = (mode, out_dtype) if splits == 1 else ("sum" if mode == "mean" else mode, torch.float32)
+    out = torch.empty(num_sequences, splits, dim, dtype=dtype, device=x.device)
+    index = torch.empty(out.shape if mode == "max" else 0, dtype=torch.int32, device=x.device)
+    if out.numel():
+        with on_device(x):
+            pool_kernel[(num_sequences * splits * across,)](
+                x,
+                other,
+                cu_seqlens,
+                out,
+                index,
+                num_sequences,
+                splits,
+                dim,
+                x.stride(0),
+                0 if other is None else other.stride(0),
+                MODE=partial_mode,
+                HAS_OTHER=other is not None,
+                ROWS=rows,
+                BLOCK=block,
+            )
+    if mode == "max":
+        if splits == 1:
+            return out[:, 0], index[:, 0]
+        # Parts come in order, so that the first of equal parts holds the first row; an empty part holds none.
+        values = torch.where(index == 2**31 - 1, -torch.inf, out)
+        hit = (values == values.amax(1, keepdim=True)) | values.isnan()
+        number = torch.arange(splits, device=x.device)[None, :, None]
+        part = torch.where(hit, number, splits - 1).amin(1, keepdim=True)
+        return out.gather(1, part)[:, 0].to(out_dtype), index.gather(1, part)[:, 0]
+    if splits == 1:
+        return out[:, 0], index
+    total = out.sum(1)
+    if mode == "mean":
+        total = total / cu_seqlens.diff().clamp(min=1)[:, None]
+    return total.to(out_dtype), index
+
+
+def broadcast(
+    x: Tensor | None, dense: Tensor, index: Tensor | None, cu_seqlens: Tensor, out: Tensor, mode: str
+) -> None:
+    """Fills the 2-dimensional ``out`` from a contiguous ``dense`` (B, D) or (B, L, D)."""
+    dim, num_sequences = out.shape[1], len(cu_seqlens) - 1
+    rows, block = tile(dim, 4096 if x is not None else 8192)
+    programs = triton.cdiv(len(out), rows) * triton.cdiv(dim, block)
+    if programs == 0:
+        return
+    with on_device(out):
+        broadcast_kernel[(programs,)](
+            x,
+            dense,
+            index,
+            cu_seqlens,
+            out,
+            len(out),
+            num_sequences,
+            num_sequences.bit_length(),
+            dense.shape[1] if dense.ndim == 3 else 0,
+            dim,
+            0 if x is None else x.stride(0),
+            out.stride(0),
+            MODE=mode,
+            PER_POSITION=dense.ndim == 3,
+            ROWS=rows,
+            BLOCK=block,
+        )
+
+
+def pad(x: Tensor, other: Tensor | None, cu_seqlens: Tensor, out: Tensor) -> None:
+    """Fills the contiguous ``out`` (B, L, D) from packed rows, times the other rows if there are any."""
+    num_sequences, max_len, dim = out.shape
+    rows, block = tile(dim)
+    if out.numel():
+        with on_device(x):
+            pad_kernel[(triton.cdiv(num_sequences * max_len, rows) * triton.cdiv(dim, block),)](
+                x,
+                other,
+                cu_seqlens,
+                out,
+                num_sequences * max_len,
+                max_len,
+                dim,
+                x.stride(0),
+                0 if other is None else other.stride(0),
+                HAS_OTHER=other is not None,
+                ROWS=rows,
+                BLOCK=block,
+            )
