@@ -12,19 +12,19 @@ from torch import Tensor
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+# Read once: Triton itself reads the variable when it is imported, and torch.compile need not look at either.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors (``TRITON_INTERPRET=1``)."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _INTERPRETED
 
 
 def runs_triton(x: Tensor) -> bool:
     """Whether an op on ``x`` runs its Triton kernel; otherwise its PyTorch reference runs."""
-    return x.dtype in _DTYPES and (x.is_cuda or (interpreted() and x.device.type == "cpu")) and _has_triton()
+    return _HAS_TRITON and x.dtype in _DTYPES and (x.is_cuda or (_INTERPRETED and x.device.type == "cpu"))
 
 
 @functools.cache

@@ -7,9 +7,21 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.bce import reference
-from lightning_gem.kernels.launch import runs_triton
+from lightning_gem.kernels.launch import interpreted, runs_triton
 
 _MAX_DIM, _MAX_TASKS = 1024, 64
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether the kernel takes these: a tile of ``x`` must fit into shared memory, and rows begin at 16 bytes."""
+    return (
+        runs_triton(x)
+        and (x.dtype != torch.float32 or interpreted())
+        and x.numel() > 0
+        and 0 < len(weight) <= _MAX_TASKS
+        and x.shape[1] <= _MAX_DIM
+        and x.shape[1] * x.element_size() % 16 == 0
+    )
 
 
 def fused_linear_bce(
@@ -29,7 +41,8 @@ def fused_linear_bce(
     ``sum_t task_weight_t * loss_t``. On a GPU, one pass over ``x`` gives the loss and all gradients: they are computed in
     the forward where they are needed, and the backward only multiplies them, in place, by the gradient of the total
     (nothing to do where that is 1, so put constant factors into ``task_weight``). A second backward through the same
-    graph therefore raises an error of autograd. Sums are in float32 and deterministic.
+    graph therefore raises an error of autograd. Sums are in float32 and deterministic. The kernel takes bfloat16 and
+    float16 with D up to 1024 (a multiple of 8) and up to 64 tasks; anything else runs the same maths unfused.
 
     Args:
         x: Hidden states (N, D), bfloat16, float16, float32 or float64.
@@ -48,7 +61,7 @@ def fused_linear_bce(
         ValueError: For shapes or dtypes that do not fit together, or another reduction.
     """
     _check(x, weight, bias, target, mask, task_weight, pos_weight, reduction)
-    if not (runs_triton(x) and x.shape[1] <= _MAX_DIM and len(weight) <= _MAX_TASKS):
+    if not _fits(x, weight):
         total, losses = reference.linear_bce(x, weight, bias, target, mask, task_weight, pos_weight, reduction)
         return total, losses.detach()
     needs_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
@@ -101,8 +114,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Total, losses, and the gradients of x, weight and bias, empty where there is none."""
     empty = x.new_empty(0)
-    if not runs_triton(x):
-        return _reference(x, weight, bias, target, mask, task_weight, pos_weight, mean, needs_grad)
+    if not _fits(x, weight):
+        return reference.linear_bce_with_gradients(
+            x, weight, bias, target, mask, task_weight, pos_weight, mean, needs_grad
+        )
     from lightning_gem.kernels.bce import triton_bce
 
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device) if needs_grad else None
@@ -139,36 +154,10 @@ def _(
         torch.empty(weight.shape if needs_grad else (0,), dtype=weight.dtype, device=x.device)
         if needs_grad
         else x.new_empty(0),
-        x.new_empty(0) if bias is None or not needs_grad else torch.empty(bias.shape, dtype=bias.dtype, device=x.device),
+        x.new_empty(0)
+        if bias is None or not needs_grad
+        else torch.empty(bias.shape, dtype=bias.dtype, device=x.device),
     )
-
-
-def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    mask: Tensor | None,
-    task_weight: Tensor | None,
-    pos_weight: Tensor | None,
-    mean: bool,
-    needs_grad: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-        total, losses = reference.linear_bce(
-            leaves[0],
-            leaves[1],
-            leaves[2] if bias is not None else None,
-            target,
-            mask,
-            task_weight,
-            pos_weight,
-            "mean" if mean else "sum",
-        )
-        grads = list(torch.autograd.grad(total, leaves)) if needs_grad else []
-    grads += [x.new_empty(0) for _ in range(3 - len(grads))]
-    return total.detach(), losses.detach().clone(), grads[0], grads[1], grads[2]
 
 
 @torch.library.custom_op("lightning_gem::scale_", mutates_args=("x",))
@@ -198,7 +187,9 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     if grad is None or not ctx.needs_grad:
         return (None,) * 9
     grad_x, grad_weight, grad_bias = ctx.saved_tensors
-    if ctx.needs_input_grad[0]:
+    if type(grad_x) is not Tensor:  # traced by a compiler, which can fuse the product into what follows
+        grad_x = grad_x * grad.to(grad_x.dtype)
+    elif ctx.needs_input_grad[0]:
         torch.ops.lightning_gem.scale_(grad_x, grad)
     return (
         grad_x if ctx.needs_input_grad[0] else None,

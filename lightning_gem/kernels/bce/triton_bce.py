@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lightning_gem.kernels.launch import interpreted, multiprocessors, next_power_of_2, on_device
 
@@ -35,7 +36,8 @@ def share_kernel(target, mask, partial, rows, tasks, HAS_MASK: tl.constexpr, ROW
 
 @triton.jit
 def loss_kernel(
-    x,
+    x_tiles,
+    grad_tiles,
     weight,
     bias,
     target,
@@ -43,34 +45,38 @@ def loss_kernel(
     task_weight,
     pos_weight,
     scale,
-    grad_x,
     loss_partial,
     weight_partial,
     bias_partial,
     rows,
     dim,
     tasks,
-    x_stride,
     weight_stride,
     HAS_BIAS: tl.constexpr,
     HAS_MASK: tl.constexpr,
     HAS_TASK_WEIGHT: tl.constexpr,
     HAS_POS_WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
-    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     TASKS: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """``scale`` (TASKS,) is one over the sum of the weights, or one. ``WIDE``: float32 operands without rounding."""
+    """``scale`` (TASKS,) is one over the sum of the weights, or one."""
     task = tl.arange(0, TASKS)
     column = tl.arange(0, BLOCK)
     known = task < tasks
     w = tl.load(
         weight + task[None, :] * weight_stride + column[:, None], known[None, :] & (column < dim)[:, None], 0.0
-    ).to(x.dtype.element_ty)
+    ).to(x_tiles.dtype)
+    chunks = ()
+    if GRAD:
+        for start in tl.static_range(0, BLOCK, CHUNK):
+            part = start + tl.arange(0, CHUNK)
+            source = weight + task[:, None] * weight_stride + part[None, :]
+            chunks = chunks + (tl.load(source, known[:, None] & (part < dim)[None, :], 0.0).to(x_tiles.dtype),)
     shift = tl.zeros([TASKS], tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + task, known, 0.0).to(tl.float32)
@@ -87,11 +93,8 @@ def loss_kernel(
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.full([], ROWS, tl.int64) * tile + tl.arange(0, ROWS)
         inside = row < rows
-        rows_of_x = tl.load(x + row[:, None] * x_stride + column[None, :], inside[:, None] & (column < dim)[None, :], 0.0)
-        if WIDE:
-            z = tl.dot(rows_of_x, w, input_precision="ieee") + shift[None, :]
-        else:
-            z = tl.dot(rows_of_x, w) + shift[None, :]
+        rows_of_x = x_tiles.load([tile * ROWS, 0])
+        z = tl.dot(rows_of_x, w, input_precision=PRECISION) + shift[None, :]
         at = row[:, None] * tasks + task[None, :]
         valid = inside[:, None] & known[None, :]
         y = tl.load(target + at, valid, float("nan")).to(tl.float32)
@@ -113,25 +116,11 @@ def loss_kernel(
             d = p * (1.0 - y + positive[None, :] * y) - positive[None, :] * y
             d = tl.where(counts, share * d * slope[None, :], 0.0)
             grad_bias += d
-            low = d.to(x.dtype.element_ty)
-            if WIDE:
-                grad_weight += tl.dot(tl.trans(rows_of_x), low, input_precision="ieee")
-            else:
-                grad_weight += tl.dot(tl.trans(rows_of_x), low)
-            for start in tl.static_range(0, BLOCK, CHUNK):
-                part = start + tl.arange(0, CHUNK)
-                part_of_w = tl.load(
-                    weight + task[:, None] * weight_stride + part[None, :], known[:, None] & (part < dim)[None, :], 0.0
-                ).to(x.dtype.element_ty)
-                if WIDE:
-                    dx = tl.dot(low, part_of_w, input_precision="ieee")
-                else:
-                    dx = tl.dot(low, part_of_w)
-                tl.store(
-                    grad_x + row[:, None] * dim + part[None, :],
-                    dx.to(grad_x.dtype.element_ty),
-                    inside[:, None] & (part < dim)[None, :],
-                )
+            low = d.to(x_tiles.dtype)
+            grad_weight = tl.dot(tl.trans(rows_of_x), low, grad_weight, input_precision=PRECISION)
+            for c in tl.static_range(BLOCK // CHUNK):
+                dx = tl.dot(low, chunks[c], input_precision=PRECISION)
+                grad_tiles.store([tile * ROWS, c * CHUNK], dx.to(grad_tiles.dtype))
     program = tl.program_id(0).to(tl.int64)
     tl.store(loss_partial + program * TASKS + task, tl.sum(losses, 0) * factor)
     if GRAD:
@@ -153,14 +142,19 @@ def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
         tl.store(x + place, (values * by).to(x.dtype.element_ty), place < size)
 
 
-def config(dim: int, tasks: int, itemsize: int) -> tuple[int, int, int, int, int]:
-    """Rows of a tile, padded tasks and width, chunk of the row gradient, warps."""
-    block = max(next_power_of_2(dim), 16)
-    padded_tasks = max(next_power_of_2(tasks), 16)
-    rows = 64 if block * itemsize <= 2048 else 32
-    if interpreted():
-        rows = 16
-    return rows, padded_tasks, block, min(block, 128), 8 if block > 512 or padded_tasks > 16 else 4
+def config(dim: int, tasks: int) -> dict[str, int]:
+    """Tile, warps, stages and programs per multiprocessor that fit the registers and shared memory of Hopper."""
+    block, padded_tasks = max(next_power_of_2(dim), 16), max(next_power_of_2(tasks), 16)
+    small = block <= 512 and padded_tasks == 16
+    return {
+        "ROWS": 16 if interpreted() else 64 if small else 32,
+        "TASKS": padded_tasks,
+        "BLOCK": block,
+        "CHUNK": min(block, 128),
+        "STAGES": 2,
+        "num_warps": 4 if small and block <= 256 else 8,
+        "resident": 2 if small and block <= 256 else 1,
+    }
 
 
 def forward(
@@ -173,11 +167,14 @@ def forward(
     pos_weight: Tensor | None,
     mean: bool,
     grad_x: Tensor | None,
+    override: dict[str, int] | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Fills ``grad_x``; returns the losses (T,) and the gradients of weight and bias in float32."""
     (num_rows, dim), tasks = x.shape, len(weight)
-    rows, padded, block, chunk, warps = config(dim, tasks, x.element_size())
-    if x.stride(1) != 1:
+    choice = {**config(dim, tasks), **(override or {})}
+    rows, padded, block, chunk = (choice[name] for name in ("ROWS", "TASKS", "BLOCK", "CHUNK"))
+    resident = choice.pop("resident")
+    if x.stride(1) != 1 or x.stride(0) * x.element_size() % 16 or x.data_ptr() % 16:
         x = x.contiguous()
     if weight.stride(1) != 1:
         weight = weight.contiguous()
@@ -196,15 +193,14 @@ def forward(
                 target, mask, shares, num_rows, tasks, HAS_MASK=mask is not None, ROWS=256, TASKS=padded
             )
             scale = 1 / shares[:, :tasks].sum(0).clamp(min=torch.finfo(torch.float32).tiny)
-        stages = 1
-        resident = max(220_000 // (rows * block * x.element_size() * stages + padded * block * 4), 1)
-        programs = max(min(triton.cdiv(num_rows, rows), processors * min(resident, 8)), 1)
+        programs = min(triton.cdiv(num_rows, rows), processors * resident)
         grad = grad_x is not None
         losses = torch.empty(programs, padded, **float32)
         grad_bias = torch.empty(programs, padded, **float32) if grad else None
         grad_weight = torch.empty(programs, padded, dim, **float32) if grad else None
         loss_kernel[(programs,)](
-            x,
+            TensorDescriptor.from_tensor(x, [rows, block]),
+            None if grad_x is None else TensorDescriptor.from_tensor(grad_x, [rows, chunk]),
             weight,
             bias,
             target,
@@ -212,27 +208,20 @@ def forward(
             task_weight,
             pos_weight,
             scale,
-            grad_x,
             losses,
             grad_weight,
             grad_bias,
             num_rows,
             dim,
             tasks,
-            x.stride(0),
             weight.stride(0),
             HAS_BIAS=bias is not None,
             HAS_MASK=mask is not None,
             HAS_TASK_WEIGHT=task_weight is not None,
             HAS_POS_WEIGHT=pos_weight is not None,
             GRAD=grad,
-            WIDE=x.dtype == torch.float32,
-            ROWS=rows,
-            TASKS=padded,
-            BLOCK=block,
-            CHUNK=chunk,
-            STAGES=stages,
-            num_warps=warps,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+            **choice,
         )
     return (
         losses.sum(0)[:tasks],

@@ -90,7 +90,7 @@ def _(value: Tensor, scores: Tensor, activation: str) -> Tensor:
 @torch.library.custom_op("lightning_gem::gate_backward", mutates_args=())
 def _backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if not runs_triton(value):
-        return _reference_backward(grad_out, value, scores, activation)
+        return reference.gate_backward(grad_out, value, scores, activation)
     from lightning_gem.kernels.gate import triton_gate
 
     grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (value, scores))
@@ -125,7 +125,7 @@ def _(x: Tensor, activation: str) -> Tensor:
 @torch.library.custom_op("lightning_gem::packed_gate_backward", mutates_args=())
 def _packed_backward(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     if not runs_triton(x):
-        return torch.cat(_reference_backward(grad_out, *x.chunk(2, -1), activation), -1)
+        return torch.cat(reference.gate_backward(grad_out, *x.chunk(2, -1), activation), -1)
     from lightning_gem.kernels.gate import triton_gate
 
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -137,13 +137,6 @@ def _packed_backward(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
 @_packed_backward.register_fake
 def _(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _reference_backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaves = [value.detach().requires_grad_(), scores.detach().requires_grad_()]
-        grads = torch.autograd.grad(reference.gate(leaves[0], leaves[1], activation), leaves, grad_out)
-    return grads[0].contiguous(), grads[1].contiguous()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

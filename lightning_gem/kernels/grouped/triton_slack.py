@@ -25,6 +25,4 @@ def zero_slack_(x: Tensor, cu_seqlens: Tensor) -> None:
     """Zeroes the rows of the contiguous ``x`` (N, D) from ``cu_seqlens[-1]`` on."""
     if x.numel():
         with on_device(x):
-            zero_slack_kernel[(triton.cdiv(len(x), 64),)](
-                x, cu_seqlens[-1:], len(x), x.shape[1], ROWS=64, BLOCK=512
-            )
+            zero_slack_kernel[(triton.cdiv(len(x), 64),)](x, cu_seqlens[-1:], len(x), x.shape[1], ROWS=64, BLOCK=512)

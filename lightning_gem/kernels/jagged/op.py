@@ -32,7 +32,7 @@ def lengths_to_cu_seqlens(lengths: Tensor) -> Tensor:
             "pass one length per sequence"
         )
     total = torch.cat([lengths.new_zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-    if lengths.device.type == "cpu":
+    if lengths.device.type == "cpu" and not torch.compiler.is_compiling():
         if (lengths < 0).any():
             raise ValueError(f"lengths must not be negative, got {int(lengths.min())}: an empty sequence has length 0")
         if lengths.dtype == torch.int32 and total[-1] > _INT32_MAX:
@@ -191,7 +191,8 @@ def _broadcast(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) -> Tenso
             f"dense must be (B, ...) or (B, L, ...) with B = {len(cu_seqlens) - 1} and the trailing shape "
             f"{tuple(x.shape[1:])} of x, got {tuple(dense.shape)}"
         )
-    if per_position and x.device.type == "cpu" and (cu_seqlens.diff() > dense.shape[1]).any():
+    readable = x.device.type == "cpu" and not torch.compiler.is_compiling()
+    if per_position and readable and (cu_seqlens.diff() > dense.shape[1]).any():
         raise ValueError(
             f"the longest sequence has {int(cu_seqlens.diff().max())} rows, but dense only {dense.shape[1]} positions"
         )
@@ -243,7 +244,9 @@ def _pool_backward(grad_out: Tensor, index: Tensor, cu_seqlens: Tensor, num_rows
     if not runs_triton(grad_out):
         grad, real = reference.rows_of_dense(grad_out, cu_seqlens, num_rows, False)
         if mode == "mean":
-            grad = grad / reference.rows_of_dense(cu_seqlens.diff()[:, None], cu_seqlens, num_rows, False)[0].clamp(min=1)
+            grad = grad / reference.rows_of_dense(cu_seqlens.diff()[:, None], cu_seqlens, num_rows, False)[0].clamp(
+                min=1
+            )
         if mode == "max" and len(index):
             chosen, _ = reference.rows_of_dense(index, cu_seqlens, num_rows, False)
             start, _ = reference.rows_of_dense(cu_seqlens[:-1, None], cu_seqlens, num_rows, False)
@@ -302,12 +305,7 @@ def _broadcast_backward(
     grad_out: Tensor, x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str
 ) -> tuple[Tensor, Tensor]:
     if not runs_triton(x):
-        function = reference.dense_add if mode == "add" else reference.dense_mul
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(), dense.detach().requires_grad_()]
-            out = function(leaves[0], leaves[1], cu_seqlens, dense.ndim == 3)
-            grads = torch.autograd.grad(out, leaves, grad_out)
-        return grads[0].contiguous(), grads[1].contiguous()
+        return reference.broadcast_backward(grad_out, x, dense, cu_seqlens, mode)
     from lightning_gem.kernels.jagged import triton_jagged
 
     grad_out = _flat(grad_out)

@@ -121,3 +121,25 @@ def split(x: Tensor, cu_seqlens: list[Tensor], part_rows: list[int]) -> list[Ten
         values = x[torch.where(real, place, 0)] if len(x) else x.new_zeros(num_rows, *x.shape[1:])
         parts.append(torch.where(_column(real, values), values, 0))
     return parts
+
+
+def broadcast_backward(
+    grad_out: Tensor, x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str
+) -> tuple[Tensor, Tensor]:
+    """Gradients of ``dense_add`` or ``dense_mul`` for ``x`` (N, D) and ``dense`` (B, D) or (B, L, D)."""
+    sequence = sequence_of_row(cu_seqlens, len(x))
+    real = (sequence < len(cu_seqlens) - 1)[:, None]
+    grad_x = grad_dense = torch.where(real, grad_out, 0)
+    if mode == "multiply":
+        values, _ = rows_of_dense(dense, cu_seqlens, len(x), dense.ndim == 3)
+        grad_x, grad_dense = grad_x * values, grad_dense * torch.where(real, x, 0)
+    place = sequence
+    if dense.ndim == 3:
+        position = torch.arange(len(x), device=x.device) - cu_seqlens.to(torch.int64)[sequence]
+        inside = (position < dense.shape[1])[:, None]
+        grad_dense = torch.where(inside, grad_dense, 0)
+        place = sequence * dense.shape[1] + torch.where(inside[:, 0], position, 0)
+    rows = dense.shape[:-1].numel()
+    place = torch.where(real[:, 0], place, rows)  # slack falls into one more row, which is dropped
+    summed = dense.new_zeros(rows + 1, dense.shape[-1]).index_add(0, place, grad_dense.to(dense.dtype))[:rows]
+    return grad_x.to(x.dtype), summed.view(dense.shape).clone()

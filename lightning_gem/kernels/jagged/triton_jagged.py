@@ -230,9 +230,7 @@ def tile(dim: int, elements: int = 8192, most: int = 512) -> tuple[int, int]:
     return max(elements // block, 1), block
 
 
-def concat(
-    parts: list[Tensor], cu_seqlens: list[Tensor], whole: Tensor, split: bool, slack: bool
-) -> None:
+def concat(parts: list[Tensor], cu_seqlens: list[Tensor], whole: Tensor, split: bool, slack: bool) -> None:
     """Copies between 2-dimensional parts and the whole; see ``concat_kernel``."""
     dim, num_sequences = whole.shape[1], len(cu_seqlens[0]) - 1
     rows, block = tile(dim)

@@ -148,7 +148,9 @@ def _check(
     return_sum: bool,
 ) -> None:
     if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(f"x must be floating point (..., D), got {x.dtype} {tuple(x.shape)}: convert it with x.float()")
+        raise ValueError(
+            f"x must be floating point (..., D), got {x.dtype} {tuple(x.shape)}: convert it with x.float()"
+        )
     for name, vector in (("weight", weight), ("bias", bias)):
         if vector is not None and (vector.shape != x.shape[-1:] or vector.device != x.device):
             raise ValueError(
@@ -242,16 +244,14 @@ def _backward(
     """Gradients of the sum, of weight and of bias; empty where there is none."""
     total_dtype, _ = _dtypes(x, residual, None)
     if not runs_triton(x):
-        return _reference_backward(grad_out, grad_total, x, residual, weight, bias, eps, layer, activation)
+        return reference.norm_backward(grad_out, grad_total, x, residual, weight, bias, eps, layer, activation)
     from lightning_gem.kernels.norm import triton_norm
 
     grad_x = torch.empty(x.shape, dtype=total_dtype, device=x.device)
     sums: list[Tensor | None] = [None if t is None else torch.zeros_like(t) for t in (weight, bias)]
     if x.numel():
         sums = list(
-            triton_norm.backward(
-                grad_out, grad_total, x, residual, weight, bias, grad_x, None, eps, layer, activation
-            )
+            triton_norm.backward(grad_out, grad_total, x, residual, weight, bias, grad_x, None, eps, layer, activation)
         )
     grads = (
         x.new_empty(0) if t is None or s is None else s.to(t.dtype) for t, s in zip((weight, bias), sums, strict=True)
@@ -278,30 +278,6 @@ def _(
         empty if weight is None else torch.empty_like(weight),
         x.new_empty(0) if bias is None else torch.empty_like(bias),
     )
-
-
-def _reference_backward(
-    grad_out: Tensor,
-    grad_total: Tensor | None,
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    layer: bool,
-    activation: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        total = (x if residual is None else x + residual).detach().requires_grad_()
-        w, b = (None if t is None else t.detach().requires_grad_() for t in (weight, bias))
-        out, _ = reference.norm(total, None, w, b, None, eps, layer, activation)
-        leaves = [t for t in (total, w, b) if t is not None]
-        grads = iter(torch.autograd.grad(out, leaves, grad_out.to(out.dtype)))
-    grad_x = next(grads)
-    if grad_total is not None:
-        grad_x = grad_x + grad_total
-    grad_weight = x.new_empty(0) if w is None else next(grads)
-    return grad_x.contiguous(), grad_weight, x.new_empty(0) if b is None else next(grads)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,6 +8,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.checks import autocast
 from lightning_gem.kernels.launch import runs_triton
+from lightning_gem.kernels.norm.reference import norm as normalise
+from lightning_gem.kernels.norm.reference import norm_backward
 from lightning_gem.kernels.norm_linear import reference
 
 
@@ -76,10 +78,9 @@ def _(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
 def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, layer: bool, eps: float) -> tuple[Tensor, Tensor]:
     """With ``h = dy W`` one kernel reads ``x`` and ``h``, writes the gradient of ``x`` and the normed rows for ``dW``."""
     if not runs_triton(x):
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
-            grads = torch.autograd.grad(reference.norm_linear(leaves[0], leaves[1], layer, eps), leaves, grad_out)
-        return grads[0].contiguous(), grads[1].contiguous()
+        grad_x, *_ = norm_backward(grad_out @ weight, None, x, None, None, None, eps, layer, "identity")
+        normed, _ = normalise(x, None, None, None, None, eps, layer, "identity")
+        return grad_x, grad_out.t() @ normed
     from lightning_gem.kernels.norm import triton_norm
 
     grad_normed = grad_out @ weight

@@ -47,14 +47,14 @@ def norm_linear_kernel(
     eps,
     NORM: tl.constexpr,
     LAYER: tl.constexpr,
-    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     DEPTH: tl.constexpr,
     SLICE: tl.constexpr,
     HEAD: tl.constexpr,
 ):
-    """``SLICE`` times the number of products of a block must reach ``dim``. ``WIDE``: float32 without rounding."""
+    """``SLICE`` times the number of products of a block must reach ``dim``."""
     across = tl.cdiv(outs, COLS)
     blocks = tl.cdiv(rows, ROWS)
     origin = tl.zeros([ROWS], tl.float32)
@@ -96,10 +96,7 @@ def norm_linear_kernel(
             for k in range(0, dim, DEPTH):
                 a = x_tiles.load([first_row, k])
                 b = weight_tiles.load([first_col, k])
-                if WIDE:
-                    product = tl.dot(a, b.T, product, input_precision="ieee")
-                else:
-                    product = tl.dot(a, b.T, product)
+                product = tl.dot(a, b.T, product, input_precision=PRECISION)
                 if NORM:
                     total, squares = _add_slice(total, squares, part, column, origin, dim, LAYER, SLICE)
                     column += SLICE
@@ -117,8 +114,8 @@ CONFIG = (128, 256, 64, 8, 3, 1)
 
 
 def fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether tensor descriptors can describe both: contiguous rows that begin at multiples of 16 bytes."""
-    return all(
+    """Whether the kernel takes both: two bytes an element, and contiguous rows that begin at multiples of 16 bytes."""
+    return (x.dtype != torch.float32 or interpreted()) and all(
         t.stride(1) == 1 and t.stride(0) * t.element_size() % 16 == 0 and t.data_ptr() % 16 == 0 for t in (x, weight)
     )
 
@@ -154,7 +151,7 @@ def forward(
             eps,
             NORM=norm,
             LAYER=weight_sum is not None,
-            WIDE=x.dtype == torch.float32,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
             ROWS=block_rows,
             COLS=block_cols,
             DEPTH=depth,
