@@ -381,7 +381,7 @@ class Timer:
     def __call__(self, function: Callable[[], Any]) -> float:
         """Milliseconds of one call."""
         self.scrub.zero_()
-        torch.cuda._sleep(1_000_000)  # half a millisecond in which the CPU gets ahead: GPU time is measured
+        torch.cuda._sleep(4_000_000)  # two milliseconds in which the CPU gets ahead: GPU time is measured
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         function()

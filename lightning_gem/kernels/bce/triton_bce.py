@@ -137,23 +137,24 @@ def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
     """Multiplies in place by a scalar on the device; a factor of 1 costs no memory traffic."""
     by = tl.load(factor).to(tl.float32)
     if by != 1.0:
-        place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(x + place, place < size).to(tl.float32)
-        tl.store(x + place, (values * by).to(x.dtype.element_ty), place < size)
+        for tile in range(tl.program_id(0), tl.cdiv(size, BLOCK), tl.num_programs(0)):
+            place = tl.full([], BLOCK, tl.int64) * tile + tl.arange(0, BLOCK)
+            values = tl.load(x + place, place < size).to(tl.float32)
+            tl.store(x + place, (values * by).to(x.dtype.element_ty), place < size)
 
 
 def config(dim: int, tasks: int) -> dict[str, int]:
     """Tile, warps, stages and programs per multiprocessor that fit the registers and shared memory of Hopper."""
     block, padded_tasks = max(next_power_of_2(dim), 16), max(next_power_of_2(tasks), 16)
-    small = block <= 512 and padded_tasks == 16
+    few = padded_tasks == 16
     return {
-        "ROWS": 16 if interpreted() else 64 if small else 32,
+        "ROWS": 16 if interpreted() else 64 if few and block <= 256 else 32,
         "TASKS": padded_tasks,
         "BLOCK": block,
         "CHUNK": min(block, 128),
         "STAGES": 2,
-        "num_warps": 4 if small and block <= 256 else 8,
-        "resident": 2 if small and block <= 256 else 1,
+        "num_warps": 4 if few and block <= 512 else 8,
+        "resident": 2 if few and block <= 512 else 1,
     }
 
 
@@ -234,4 +235,5 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """Multiplies a contiguous tensor in place by a scalar tensor."""
     if x.numel():
         with on_device(x):
-            scale_kernel[(triton.cdiv(x.numel(), 4096),)](x, factor, x.numel(), BLOCK=4096)
+            programs = min(triton.cdiv(x.numel(), 4096), 16 * multiprocessors(x))
+            scale_kernel[(programs,)](x, factor, x.numel(), BLOCK=4096)

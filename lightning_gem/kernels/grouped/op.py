@@ -65,7 +65,7 @@ def _call(a: Tensor, b: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def _zero_slack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    from lightning_gem.kernels.grouped import triton_slack
+    from lightning_gem.kernels import triton_slack
 
     triton_slack.zero_slack_(x, cu_seqlens)
     return x

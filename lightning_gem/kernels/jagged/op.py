@@ -307,20 +307,21 @@ def _broadcast_backward(
     if not runs_triton(x):
         return reference.broadcast_backward(grad_out, x, dense, cu_seqlens, mode)
     from lightning_gem.kernels.jagged import triton_jagged
+    from lightning_gem.kernels.triton_slack import zero_slack_
 
     grad_out = _flat(grad_out)
     other = _flat(x) if mode == "multiply" else None
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if dense.ndim == 2:  # one pass, by sequence
+        factor = dense.contiguous() if mode == "multiply" else None
+        grad_dense, _ = triton_jagged.pool(grad_out, other, cu_seqlens, "sum", dense.dtype, factor, grad_x)
+        zero_slack_(grad_x, cu_seqlens)
+        return grad_x, grad_dense.contiguous()
     # The gradient of a sum is that of its terms, except that slack gets none: multiply by dense rows, or by ones.
-    factor = dense if mode == "multiply" else torch.ones_like(dense[:, :1] if dense.ndim == 3 else dense)
-    if mode == "add":
-        factor = factor.view(dense.shape[0], dense.shape[-1])
+    factor = dense if mode == "multiply" else torch.ones_like(dense[:, 0])
     triton_jagged.broadcast(grad_out, factor.contiguous(), None, cu_seqlens, grad_x, "multiply")
-    if dense.ndim == 3:
-        grad_dense = torch.empty(dense.shape, dtype=dense.dtype, device=x.device)
-        triton_jagged.pad(grad_out, other, cu_seqlens, grad_dense)
-    else:
-        grad_dense = triton_jagged.pool(grad_out, other, cu_seqlens, "sum", dense.dtype)[0].contiguous()
+    grad_dense = torch.empty(dense.shape, dtype=dense.dtype, device=x.device)
+    triton_jagged.pad(grad_out, other, cu_seqlens, grad_dense)
     return grad_x, grad_dense
 
 

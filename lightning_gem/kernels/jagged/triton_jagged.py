@@ -80,56 +80,73 @@ def concat_kernel(
 def pool_kernel(
     x,
     other,
+    dense,
     cu_seqlens,
     out,
     index,
-    num_sequences,
+    copy,
     splits,
     dim,
     x_stride,
     other_stride,
     MODE: tl.constexpr,
     HAS_OTHER: tl.constexpr,
+    COPY: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """One part of one sequence: its sum, mean, or maximum with the row where it is first reached."""
+    """One part of one sequence: its sum, mean, or maximum with the row where it is first reached.
+
+    ``HAS_OTHER``: sums products with other rows. ``COPY``: also writes the rows, times the dense row if there are others.
+    """
     across = tl.cdiv(dim, BLOCK)
     program = tl.program_id(0)
     column = program % across * BLOCK + tl.arange(0, BLOCK)
     program = (program // across).to(tl.int64)
     sequence = program // splits
     start = tl.load(cu_seqlens + sequence).to(tl.int64)
-    end = tl.load(cu_seqlens + sequence + 1).to(tl.int64)
-    length = end - start
+    length = (tl.load(cu_seqlens + sequence + 1).to(tl.int64) - start).to(tl.int32)
     share = tl.cdiv(tl.cdiv(length, splits), ROWS) * ROWS
-    first = start + program % splits * share
-    last = tl.minimum(first + share, end)
+    first = (program % splits).to(tl.int32) * share
+    last = tl.minimum(first + share, length)
     known = column < dim
+    x += start * x_stride
+    if HAS_OTHER:
+        other += start * other_stride
+    if COPY:
+        copy += start * dim
+        factor = tl.full([BLOCK], 1.0, tl.float32)
+        if HAS_OTHER:
+            factor = tl.load(dense + sequence * dim + column, known, 0.0).to(tl.float32)
     if MODE == "max":
+        # Lanes without a row keep a position beyond all others.
+        place = first + tl.arange(0, ROWS)
+        where = tl.where(place < last, place, 2147483647)[:, None] + tl.zeros([ROWS, BLOCK], tl.int32)
         best = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
-        where = tl.full([ROWS, BLOCK], 2147483647, tl.int32)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
-    for at in range(first, last, ROWS):
-        row = at + tl.arange(0, ROWS).to(tl.int64)
+    for at in tl.range(first, last, ROWS, num_stages=STAGES):
+        row = at + tl.arange(0, ROWS)
         valid = (row < last)[:, None] & known[None, :]
-        values = tl.load(x + (row * x_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+        far = row.to(tl.int64)[:, None]
+        values = tl.load(x + far * x_stride + column[None, :], valid, 0.0).to(tl.float32)
+        if COPY:
+            tl.store(copy + far * dim + column[None, :], (values * factor[None, :]).to(copy.dtype.element_ty), valid)
         if HAS_OTHER:
-            values *= tl.load(other + (row * other_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
+            values *= tl.load(other + far * other_stride + column[None, :], valid, 0.0).to(tl.float32)
         if MODE == "max":
-            # The first row wins; NaN beats everything, as in torch.
-            first_here = where == 2147483647
-            better = valid & (first_here | (values > best) | ((values != values) & (best == best)))
+            # A later row must be larger; NaN beats everything but an earlier NaN, as in torch.
+            better = valid & ((values > best) | ((values != values) & (best == best)))
             best = tl.where(better, values, best)
-            where = tl.where(better, (row - start).to(tl.int32)[:, None], where)
+            where = tl.where(better, row[:, None], where)
         else:
             total += values
     place = program * dim + column
     if MODE == "max":
         nan = tl.max(tl.where(best != best, 1, 0), 0) > 0
         largest = tl.max(tl.where(best == best, best, float("-inf")), 0)
-        wins = tl.where(nan[None, :], best != best, (best == largest[None, :]) & (where != 2147483647))
+        wins = tl.where(nan[None, :], best != best, best == largest[None, :])
         first_row = tl.min(tl.where(wins, where, 2147483647), 0)
         largest = tl.where(nan, float("nan"), tl.where(length > 0, largest, 0.0))
         tl.store(out + place, largest.to(out.dtype.element_ty), known)
@@ -257,14 +274,23 @@ def concat(parts: list[Tensor], cu_seqlens: list[Tensor], whole: Tensor, split: 
 
 
 def pool(
-    x: Tensor, other: Tensor | None, cu_seqlens: Tensor, mode: str, out_dtype: torch.dtype
+    x: Tensor,
+    other: Tensor | None,
+    cu_seqlens: Tensor,
+    mode: str,
+    out_dtype: torch.dtype,
+    dense: Tensor | None = None,
+    copy: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Pools 2-dimensional rows to (B, D); for ``max`` also the position of the maximum in its sequence, int32."""
+    """Pools 2-dimensional rows to (B, D); for ``max`` also the position of the maximum in its sequence, int32.
+
+    With ``copy`` (contiguous) the rows are written too, times ``dense`` (B, D) if there are other rows; not its slack.
+    """
     dim, num_sequences = x.shape[1], len(cu_seqlens) - 1
-    rows, block = tile(dim, most=128)
+    rows, block = tile(dim, 4096 if mode == "max" else 8192)
     across = triton.cdiv(dim, block)
     # Few sequences are pooled in parts, which are joined in fixed order.
-    splits = max(min(8 * multiprocessors(x) // max(num_sequences * across, 1), triton.cdiv(len(x), 1024), 64), 1)
+    splits = max(min(16 * multiprocessors(x) // max(num_sequences * across, 1), triton.cdiv(len(x), 1024), 64), 1)
     partial_mode, dtype = (mode, out_dtype) if splits == 1 else ("sum" if mode == "mean" else mode, torch.float32)
     out = torch.empty(num_sequences, splits, dim, dtype=dtype, device=x.device)
     index = torch.empty(out.shape if mode == "max" else 0, dtype=torch.int32, device=x.device)
@@ -273,18 +299,22 @@ def pool(
             pool_kernel[(num_sequences * splits * across,)](
                 x,
                 other,
+                dense,
                 cu_seqlens,
                 out,
                 index,
-                num_sequences,
+                copy,
                 splits,
                 dim,
                 x.stride(0),
                 0 if other is None else other.stride(0),
                 MODE=partial_mode,
                 HAS_OTHER=other is not None,
+                COPY=copy is not None,
                 ROWS=rows,
                 BLOCK=block,
+                STAGES=3,
+                num_warps=8 if rows * block > 4096 else 4,
             )
     if mode == "max":
         if splits == 1:
@@ -308,7 +338,7 @@ def broadcast(
 ) -> None:
     """Fills the 2-dimensional ``out`` from a contiguous ``dense`` (B, D) or (B, L, D)."""
     dim, num_sequences = out.shape[1], len(cu_seqlens) - 1
-    rows, block = tile(dim, 4096 if x is not None else 8192)
+    rows, block = tile(dim, 8192 if mode in ("copy", "mean") else 4096)
     programs = triton.cdiv(len(out), rows) * triton.cdiv(dim, block)
     if programs == 0:
         return

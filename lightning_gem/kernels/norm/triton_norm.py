@@ -118,6 +118,7 @@ def backward_kernel(
     INNER: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Statistics are recomputed from the rows, which must be read anyway. Weight gradients: one partial per program."""
     column = tl.arange(0, BLOCK)[None, :]
@@ -127,7 +128,7 @@ def backward_kernel(
     if HAS_BIAS:
         b = tl.load(bias + column, column < dim, 0.0).to(tl.float32)
         bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tl.full([], ROWS, tl.int64) * tile + tl.arange(0, ROWS)
         valid = (row < rows)[:, None] & (column < dim)
         place = row[:, None] * dim + column
@@ -167,11 +168,19 @@ def backward_kernel(
         tl.store(grad_bias + partial, tl.sum(bias_sum, 0), tl.arange(0, BLOCK) < dim)
 
 
-def tile(dim: int, elements: int) -> tuple[int, int, int]:
-    """Rows of a tile, its padded width and its warps; every thread holds 32 elements or fewer where it can."""
+def tile(dim: int) -> tuple[int, int, int]:
+    """Rows of a tile, its padded width and its warps, as measured on an H200: 16 to 32 elements a thread."""
     block = max(next_power_of_2(dim), 16)
+    elements, per_warp = (4096, 512) if block <= 256 else (2048, 1024)
     rows = max(elements // block, 1)
-    return rows, block, min(max(block * rows // 1024, 1), 16)
+    return rows, block, min(max(block * rows // per_warp, 1), 16)
+
+
+def pipelined_tile(dim: int) -> tuple[int, int, int, int, int]:
+    """The same for a backward with more to do per row, which loops, and programs per multiprocessor and stages."""
+    block = max(next_power_of_2(dim), 16)
+    warps = min(max(block // 512, 1), 16)
+    return max(512 * warps // block, 1), block, warps, max(16 // warps, 1), 3
 
 
 def forward(
@@ -195,7 +204,7 @@ def forward(
     empty = (x.new_empty(0, dtype=total_dtype), 0, 0)
     residual_rows = empty if residual is None else next(rest)
     skip_rows = empty if skip is None else next(rest)
-    rows, block, warps = tile(dim, 4096)
+    rows, block, warps = tile(dim)
     with on_device(x):
         forward_kernel[(triton.cdiv(num_rows, rows),)](
             views[0][0],
@@ -247,11 +256,11 @@ def backward(
     empty = (grad_x, 0, 0)
     total_rows = empty if grad_total is None else next(rest)
     residual_rows = empty if residual is None else next(rest)
-    affine = weight is not None or bias is not None
-    rows, block, warps = tile(dim, 2048 if affine else 4096)
-    programs = triton.cdiv(num_rows, rows)
-    if affine:
-        programs = min(programs, multiprocessors(x) * max(32 // warps // 2, 1))
+    rows, block, warps = tile(dim)
+    programs, stages = triton.cdiv(num_rows, rows), 1
+    if weight is not None or bias is not None or activation != "identity":
+        rows, block, warps, resident, stages = pipelined_tile(dim)
+        programs = min(triton.cdiv(num_rows, rows), multiprocessors(x) * resident)
     grad_weight = None if weight is None else x.new_empty(programs, dim, dtype=torch.float32)
     grad_bias = None if bias is None else x.new_empty(programs, dim, dtype=torch.float32)
     with on_device(x):
@@ -284,6 +293,7 @@ def backward(
             INNER=inner > 1,
             ROWS=rows,
             BLOCK=block,
+            STAGES=stages,
             num_warps=warps,
         )
     return (

@@ -65,7 +65,12 @@ def _forward(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
         return reference.norm_linear(x, weight, layer, eps)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     weight_sum = weight.sum(1, dtype=torch.float32) if layer else None
-    triton_norm_linear.forward(x, weight, weight_sum, out, eps)
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0):
+        from lightning_gem.kernels.norm_linear import gluon_norm_linear
+
+        gluon_norm_linear.forward(x, weight, weight_sum, out, eps)
+    else:
+        triton_norm_linear.forward(x, weight, weight_sum, out, eps)
     return out
 
 
