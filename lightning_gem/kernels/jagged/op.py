@@ -66,7 +66,7 @@ def jagged_mean_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
 def jagged_max_pool(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Largest row of each sequence per feature; an empty sequence gives 0, NaN wins, and see ``jagged_sum_pool``.
 
-    The gradient goes to the first row that reaches the maximum.
+    The gradient goes to the first row that reaches the maximum (where NaN wins, to some row).
     """
     return _pool(x, cu_seqlens, "max")
 
@@ -255,9 +255,12 @@ def _pool_backward(grad_out: Tensor, index: Tensor, cu_seqlens: Tensor, num_rows
         return grad.to(grad_out.dtype)
     from lightning_gem.kernels.jagged import triton_jagged
 
-    grad_x = grad_out.new_empty(num_rows, grad_out.shape[1])
-    names = {"sum": "copy", "mean": "mean", "max": "select"}
-    triton_jagged.broadcast(None, grad_out, index if mode == "max" else None, cu_seqlens, grad_x, names[mode])
+    if mode == "max":
+        grad_x = grad_out.new_zeros(num_rows, grad_out.shape[1])
+        triton_jagged.scatter(grad_out, index, cu_seqlens, grad_x)
+    else:
+        grad_x = grad_out.new_empty(num_rows, grad_out.shape[1])
+        triton_jagged.broadcast(None, grad_out, cu_seqlens, grad_x, "copy" if mode == "sum" else "mean")
     return grad_x
 
 
@@ -291,7 +294,7 @@ def _broadcast_forward(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) 
     from lightning_gem.kernels.jagged import triton_jagged
 
     out = torch.empty(x.shape, dtype=torch.promote_types(x.dtype, dense.dtype), device=x.device)
-    triton_jagged.broadcast(_flat(x), dense.contiguous(), None, cu_seqlens, out, mode)
+    triton_jagged.broadcast(_flat(x), dense.contiguous(), cu_seqlens, out, mode)
     return out
 
 
@@ -319,7 +322,7 @@ def _broadcast_backward(
         return grad_x, grad_dense.contiguous()
     # The gradient of a sum is that of its terms, except that slack gets none: multiply by dense rows, or by ones.
     factor = dense if mode == "multiply" else torch.ones_like(dense[:, 0])
-    triton_jagged.broadcast(grad_out, factor.contiguous(), None, cu_seqlens, grad_x, "multiply")
+    triton_jagged.broadcast(grad_out, factor.contiguous(), cu_seqlens, grad_x, "multiply")
     grad_dense = torch.empty(dense.shape, dtype=dense.dtype, device=x.device)
     triton_jagged.pad(grad_out, other, cu_seqlens, grad_dense)
     return grad_x, grad_dense

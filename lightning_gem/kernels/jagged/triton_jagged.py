@@ -121,32 +121,33 @@ def pool_kernel(
             factor = tl.load(dense + sequence * dim + column, known, 0.0).to(tl.float32)
     if MODE == "max":
         # Lanes without a row keep a position beyond all others.
-        place = first + tl.arange(0, ROWS)
-        where = tl.where(place < last, place, 2147483647)[:, None] + tl.zeros([ROWS, BLOCK], tl.int32)
+        lane = first + tl.arange(0, ROWS)
+        where = tl.where(lane < last, lane, 2147483647)[:, None] + tl.zeros([ROWS, BLOCK], tl.int32)
+        empty = float("-inf")
         best = tl.full([ROWS, BLOCK], float("-inf"), tl.float32)
     else:
         total = tl.zeros([ROWS, BLOCK], tl.float32)
+        empty = 0.0
     for at in tl.range(first, last, ROWS, num_stages=STAGES):
         row = at + tl.arange(0, ROWS)
         valid = (row < last)[:, None] & known[None, :]
         far = row.to(tl.int64)[:, None]
-        values = tl.load(x + far * x_stride + column[None, :], valid, 0.0).to(tl.float32)
+        values = tl.load(x + far * x_stride + column[None, :], valid, empty).to(tl.float32)
         if COPY:
             tl.store(copy + far * dim + column[None, :], (values * factor[None, :]).to(copy.dtype.element_ty), valid)
         if HAS_OTHER:
             values *= tl.load(other + far * other_stride + column[None, :], valid, 0.0).to(tl.float32)
         if MODE == "max":
-            # A later row must be larger; NaN beats everything but an earlier NaN, as in torch.
-            better = valid & ((values > best) | ((values != values) & (best == best)))
-            best = tl.where(better, values, best)
-            where = tl.where(better, row[:, None], where)
+            # A later row must be larger. NaN stays, as in torch; which row then gets the gradient does not matter.
+            where = tl.where(values > best, row[:, None], where)
+            best = tl.maximum(best, values, propagate_nan=tl.PropagateNan.ALL)
         else:
             total += values
     place = program * dim + column
     if MODE == "max":
         nan = tl.max(tl.where(best != best, 1, 0), 0) > 0
         largest = tl.max(tl.where(best == best, best, float("-inf")), 0)
-        wins = tl.where(nan[None, :], best != best, best == largest[None, :])
+        wins = nan[None, :] | (best == largest[None, :])
         first_row = tl.min(tl.where(wins, where, 2147483647), 0)
         largest = tl.where(nan, float("nan"), tl.where(length > 0, largest, 0.0))
         tl.store(out + place, largest.to(out.dtype.element_ty), known)
@@ -162,7 +163,6 @@ def pool_kernel(
 def broadcast_kernel(
     x,
     dense,
-    index,
     cu_seqlens,
     out,
     rows,
@@ -177,7 +177,7 @@ def broadcast_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Gives every row its sequence's dense row: copied, divided by the length, selected, added or multiplied."""
+    """Gives every row its sequence's dense row: copied, divided by the length, added or multiplied."""
     across = tl.cdiv(dim, BLOCK)
     row = (tl.program_id(0) // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)
@@ -196,15 +196,22 @@ def broadcast_kernel(
     if MODE == "mean":
         end = tl.load(cu_seqlens + sequence + 1, real, 1).to(tl.int64)
         values = values / (end - start).to(tl.float32)[:, None]
-    if MODE == "select":
-        chosen = tl.load(index + at, real[:, None] & known[None, :], -1)
-        values = tl.where(chosen == (row - start)[:, None], values, 0.0)
     if MODE == "add" or MODE == "multiply":
         valid = real[:, None] & known[None, :]
         own = tl.load(x + (row * x_stride)[:, None] + column[None, :], valid, 0.0).to(tl.float32)
         values = own + values if MODE == "add" else own * values
     place = (row * out_stride)[:, None] + column[None, :]
     tl.store(out + place, values.to(out.dtype.element_ty), inside[:, None] & known[None, :])
+
+
+@triton.jit
+def scatter_kernel(dense, index, cu_seqlens, out, size, dim, BLOCK: tl.constexpr):
+    """Puts each element of (B, D) at its position in its sequence; the rest of ``out`` stays as it is."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    position = tl.load(index + at, at < size, 2147483647)
+    real = position < 2147483647
+    row = tl.load(cu_seqlens + at // dim, real, 0).to(tl.int64) + position
+    tl.store(out + row * dim + at % dim, tl.load(dense + at, real, 0.0), real)
 
 
 @triton.jit
@@ -314,7 +321,7 @@ def pool(
                 ROWS=rows,
                 BLOCK=block,
                 STAGES=3,
-                num_warps=8 if rows * block > 4096 else 4,
+                num_warps=8,
             )
     if mode == "max":
         if splits == 1:
@@ -333,12 +340,10 @@ def pool(
     return total.to(out_dtype), index
 
 
-def broadcast(
-    x: Tensor | None, dense: Tensor, index: Tensor | None, cu_seqlens: Tensor, out: Tensor, mode: str
-) -> None:
+def broadcast(x: Tensor | None, dense: Tensor, cu_seqlens: Tensor, out: Tensor, mode: str) -> None:
     """Fills the 2-dimensional ``out`` from a contiguous ``dense`` (B, D) or (B, L, D)."""
     dim, num_sequences = out.shape[1], len(cu_seqlens) - 1
-    rows, block = tile(dim, 8192 if mode in ("copy", "mean") else 4096)
+    rows, block = tile(dim, 8192 if x is None else 4096)
     programs = triton.cdiv(len(out), rows) * triton.cdiv(dim, block)
     if programs == 0:
         return
@@ -346,7 +351,6 @@ def broadcast(
         broadcast_kernel[(programs,)](
             x,
             dense,
-            index,
             cu_seqlens,
             out,
             len(out),
@@ -361,6 +365,15 @@ def broadcast(
             ROWS=rows,
             BLOCK=block,
         )
+
+
+def scatter(dense: Tensor, index: Tensor, cu_seqlens: Tensor, out: Tensor) -> None:
+    """Puts each element of the contiguous ``dense`` (B, D) into the contiguous ``out`` (N, D), at its position."""
+    if dense.numel():
+        with on_device(out):
+            scatter_kernel[(triton.cdiv(dense.numel(), 1024),)](
+                dense, index, cu_seqlens, out, dense.numel(), dense.shape[1], BLOCK=1024
+            )
 
 
 def pad(x: Tensor, other: Tensor | None, cu_seqlens: Tensor, out: Tensor) -> None:

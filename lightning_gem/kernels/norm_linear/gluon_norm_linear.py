@@ -67,6 +67,7 @@ def _tile(
     FIRST: gl.constexpr,
     NORM: gl.constexpr,
     LAYER: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):
     STAGES: gl.constexpr = columns.shape[0]
     COLS: gl.constexpr = columns.shape[1]
@@ -88,8 +89,10 @@ def _tile(
         if NORM and FIRST:
             part = a.load(wide).to(gl.float32)
             if LAYER:
-                inside = k + gl.arange(0, DEPTH, layout=gl.SliceLayout(0, wide)) < dim
-                part = gl.where(inside[None, :], part - origin[:, None], 0.0)
+                part = part - origin[:, None]
+                if RAGGED:
+                    inside = k + gl.arange(0, DEPTH, layout=gl.SliceLayout(0, wide)) < dim
+                    part = gl.where(inside[None, :], part, 0.0)
                 total += part
             squares += part * part
         product = warpgroup_mma_wait(num_outstanding=0, deps=(product,))
@@ -138,6 +141,7 @@ def _multiply(
     PER_UNIT: gl.constexpr,
     NORM: gl.constexpr,
     LAYER: gl.constexpr,
+    RAGGED: gl.constexpr,
 ):
     COLS: gl.constexpr = columns.shape[1]
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, COLS, 16])
@@ -159,12 +163,12 @@ def _multiply(
             following = _first_elements(x, coming, units, rows, x_stride, HALF, gl.SliceLayout(1, wide))
         step, mean, rstd = _tile(
             out_desc, own_rows, columns, full, empty, staging, weight_sum, step, row, first, origin, mean, rstd,
-            outs, dim, eps, True, NORM, LAYER,
+            outs, dim, eps, True, NORM, LAYER, RAGGED,
         )  # fmt: skip
         for tile in range(first + 1, gl.minimum(first + PER_UNIT, across)):
             step, mean, rstd = _tile(
                 out_desc, own_rows, columns, full, empty, staging, weight_sum, step, row, tile, origin, mean, rstd,
-                outs, dim, eps, False, NORM, LAYER,
+                outs, dim, eps, False, NORM, LAYER, RAGGED,
             )  # fmt: skip
     tma.store_wait(0)
 
@@ -183,6 +187,7 @@ def norm_linear_kernel(
     eps,
     NORM: gl.constexpr,
     LAYER: gl.constexpr,
+    RAGGED: gl.constexpr,
     PER_UNIT: gl.constexpr,
     STAGES: gl.constexpr,
 ):
@@ -206,14 +211,14 @@ def norm_linear_kernel(
                 _multiply,
                 (
                     out_desc, first_rows, columns, full, empty, first_out, x, weight_sum, rows, outs, dim, x_stride,
-                    eps, 0, PER_UNIT, NORM, LAYER,
+                    eps, 0, PER_UNIT, NORM, LAYER, RAGGED,
                 ),
             ),
             (
                 _multiply,
                 (
                     out_desc, second_rows, columns, full, empty, second_out, x, weight_sum, rows, outs, dim, x_stride,
-                    eps, 1, PER_UNIT, NORM, LAYER,
+                    eps, 1, PER_UNIT, NORM, LAYER, RAGGED,
                 ),
             ),
             (
@@ -269,6 +274,7 @@ def forward(
             eps,
             NORM=norm,
             LAYER=weight_sum is not None,
+            RAGGED=dim % depth != 0,
             PER_UNIT=per_unit,
             STAGES=stages,
             num_warps=4,
