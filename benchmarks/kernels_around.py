@@ -164,7 +164,7 @@ def gate_cases() -> Iterator[Case]:
         with_compiled=True,
     )
     a, b = randn(262_144, 512), randn(262_144, 512)
-    yield from pair("sigmoid gate 262144x512", ours.gate, lambda v, s: torch.sigmoid(s) * v, [a, b])
+    yield from pair("sigmoid gate 262144x512", ours.gated, lambda v, s: torch.sigmoid(s) * v, [a, b])
 
 
 def jagged_batch(batch: int, longest: int, width: int) -> tuple[Tensor, Tensor]:

@@ -223,7 +223,7 @@ def all_cases() -> dict[str, Case]:
     cases["norm plain"] = _norm(False, "identity", False, False, False, (300, 64))
     for activation, function in GATES.items():
         cases[f"gate {activation}"] = Case(
-            lambda v, s, a=activation: kernels.gate(v, s, a),
+            lambda v, s, a=activation: kernels.gated(v, s, a),
             lambda v, s, f=function: v * f(s),
             [_random(19, 2, 40, seed=1), _random(19, 2, 40, seed=2)],
         )

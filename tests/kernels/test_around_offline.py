@@ -19,8 +19,8 @@ from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 from lightning_gem.kernels.bce import triton_bce  # noqa: E402
 from lightning_gem.kernels.gate import triton_gate  # noqa: E402
 from lightning_gem.kernels.jagged import triton_jagged  # noqa: E402
+from lightning_gem.kernels.lazy_norm import gluon_lazy_norm, triton_lazy_norm  # noqa: E402
 from lightning_gem.kernels.norm import triton_norm  # noqa: E402
-from lightning_gem.kernels.norm_linear import gluon_norm_linear, triton_norm_linear  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY, TENSOR_MEMORY_COLUMNS = 232_448, 512
@@ -120,9 +120,9 @@ def test_linear_bce(capability, width, tasks, tmp_path):
 @pytest.mark.parametrize("capability", [90, 100])
 @pytest.mark.parametrize("layer", [False, True])
 def test_norm_linear(capability, layer, tmp_path):
-    rows, cols, depth, warps, stages, _ = triton_norm_linear.CONFIG
+    rows, cols, depth, warps, stages, _ = triton_lazy_norm.CONFIG
     compiled = _compile(
-        triton_norm_linear.norm_linear_kernel,
+        triton_lazy_norm.norm_linear_kernel,
         capability,
         {
             "x_tiles": f"tensordesc<bf16[{rows},{depth}]>",
@@ -151,10 +151,10 @@ def test_norm_linear(capability, layer, tmp_path):
 
 @pytest.mark.parametrize("layer", [False, True])
 def test_norm_linear_for_hopper(layer, tmp_path):
-    cols, depth, stages, per_unit = gluon_norm_linear.CONFIG
-    x, weight, out = gluon_norm_linear.layouts(cols, depth, gl.bfloat16)
+    cols, depth, stages, per_unit = gluon_lazy_norm.CONFIG
+    x, weight, out = gluon_lazy_norm.layouts(cols, depth, gl.bfloat16)
     compiled = _compile(
-        gluon_norm_linear.norm_linear_kernel,
+        gluon_lazy_norm.norm_linear_kernel,
         90,
         {
             "x_desc": f"tensordesc<bf16[64, {depth}],{x!r}>",

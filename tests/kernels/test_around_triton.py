@@ -61,7 +61,7 @@ def test_large_values_stay_finite():
     device = "cuda" if GPU else "cpu"
     x = (torch.randn(20, 32, device=device) * 1e4).requires_grad_()
     for activation in ("silu", "gelu", "gelu_tanh", "hardswish"):
-        for out in (kernels.gate(x, x, activation), kernels.jagged_layer_norm(x, activation=activation)):
+        for out in (kernels.gated(x, x, activation), kernels.jagged_layer_norm(x, activation=activation)):
             assert out.isfinite().all()
             assert torch.autograd.grad(out.sum(), x)[0].isfinite().all()
     total, losses = kernels.fused_linear_bce(
@@ -113,7 +113,7 @@ class TestOnGPU:
         cu = torch.tensor([0, rows - 1, rows], device="cuda")
         assert (kernels.jagged_sum_pool(x, cu)[1] == 3).all()
         assert (kernels.jagged_dense_add(x, torch.ones(2, 1024, device="cuda", dtype=x.dtype), cu)[-1] == 4).all()
-        assert (kernels.gate(x, x, "identity")[-1] == 9).all()
+        assert (kernels.gated(x, x, "identity")[-1] == 9).all()
 
     def test_compiles_once_for_changing_lengths(self):
         def step(x, w, dense, cu):

@@ -37,9 +37,9 @@ def fused_linear_bce(
 ) -> tuple[Tensor, Tensor]:
     """Binary cross-entropy of T linear heads on hidden states, without logits in memory.
 
-    ``loss_t = sum_n mask_nt * bce(x_n W_t + b_t, target_nt)``, divided by ``sum_n mask_nt`` for ``"mean"``; the total is
-    ``sum_t task_weight_t * loss_t``. On a GPU, one pass over ``x`` gives the loss and all gradients: they are computed in
-    the forward where they are needed, and the backward only multiplies them, in place, by the gradient of the total
+    ``loss_t = sum_n mask_nt * bce(x_n W_t + b_t, target_nt)``, divided by ``sum_n mask_nt`` for ``"mean"``; the total
+    is ``sum_t task_weight_t * loss_t``. On a GPU, one pass over ``x`` gives the loss and all gradients: they are made
+    in the forward where they are needed, and the backward only multiplies them, in place, by the gradient of the total
     (nothing to do where that is 1, so put constant factors into ``task_weight``). A second backward through the same
     graph therefore raises an error of autograd. Sums are in float32 and deterministic. The kernel takes bfloat16 and
     float16 with D up to 1024 (a multiple of 8) and up to 64 tasks; anything else runs the same maths unfused.

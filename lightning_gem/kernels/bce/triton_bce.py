@@ -6,6 +6,8 @@ gradient ``d W`` of the rows, and the gradient ``x^T d`` of the weights, which s
 program writes one partial sum; they are added in fixed order.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -76,7 +78,7 @@ def loss_kernel(
         for start in tl.static_range(0, BLOCK, CHUNK):
             part = start + tl.arange(0, CHUNK)
             source = weight + task[:, None] * weight_stride + part[None, :]
-            chunks = chunks + (tl.load(source, known[:, None] & (part < dim)[None, :], 0.0).to(x_tiles.dtype),)
+            chunks = chunks + (tl.load(source, known[:, None] & (part < dim)[None, :], 0.0).to(x_tiles.dtype),)  # type: ignore[assignment]
     shift = tl.zeros([TASKS], tl.float32)
     if HAS_BIAS:
         shift = tl.load(bias + task, known, 0.0).to(tl.float32)
@@ -183,7 +185,7 @@ def forward(
     mask = None if mask is None else mask.contiguous()
     if mask is not None and mask.dtype == torch.bool:
         mask = mask.view(torch.uint8)
-    float32 = {"dtype": torch.float32, "device": x.device}
+    float32: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
     processors = multiprocessors(x)
     with on_device(x):
         scale = torch.ones(tasks, **float32)

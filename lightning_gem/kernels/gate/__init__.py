@@ -1,5 +1,5 @@
 """Gated units."""
 
-from lightning_gem.kernels.gate.op import gate, hard_swish_gate, swiglu
+from lightning_gem.kernels.gate.op import gated, hard_swish_gate, swiglu
 
-__all__ = ["gate", "hard_swish_gate", "swiglu"]
+__all__ = ["gated", "hard_swish_gate", "swiglu"]

@@ -9,7 +9,7 @@ from lightning_gem.kernels.gate import reference
 from lightning_gem.kernels.launch import runs_triton
 
 
-def gate(value: Tensor, scores: Tensor, activation: str = "sigmoid") -> Tensor:
+def gated(value: Tensor, scores: Tensor, activation: str = "sigmoid") -> Tensor:
     """``value * act(scores)`` in one pass, its gradients in another.
 
     Args:
@@ -53,7 +53,8 @@ def _packed(x: Tensor, activation: str) -> Tensor:
         raise ValueError(f"x must be (..., 2D), value and scores side by side, got {tuple(x.shape)}")
     _check(x, activation)
     if not runs_triton(x):
-        return reference.gate(*x.chunk(2, -1), activation)
+        value, scores = x.chunk(2, -1)
+        return reference.gate(value, scores, activation)
     out: Tensor = torch.ops.lightning_gem.packed_gate(x, activation)
     return out
 
@@ -93,10 +94,12 @@ def _backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) 
         return reference.gate_backward(grad_out, value, scores, activation)
     from lightning_gem.kernels.gate import triton_gate
 
-    grads = tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (value, scores))
+    grad_value, grad_scores = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (value, scores))
     if value.numel():
-        triton_gate.backward(_rows(grad_out), _rows(value), _rows(scores), *(_rows(g) for g in grads), activation)
-    return grads[0], grads[1]
+        triton_gate.backward(
+            _rows(grad_out), _rows(value), _rows(scores), _rows(grad_value), _rows(grad_scores), activation
+        )
+    return grad_value, grad_scores
 
 
 @_backward.register_fake
@@ -108,12 +111,14 @@ def _(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) -> tuple
 @torch.library.custom_op("lightning_gem::packed_gate", mutates_args=())
 def _packed_forward(x: Tensor, activation: str) -> Tensor:
     if not runs_triton(x):
-        return reference.gate(*x.chunk(2, -1), activation).contiguous()
+        value, scores = x.chunk(2, -1)
+        return reference.gate(value, scores, activation).contiguous()
     from lightning_gem.kernels.gate import triton_gate
 
     out = torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
     if out.numel():
-        triton_gate.forward(*_rows(x).chunk(2, -1), _rows(out), activation)
+        value, scores = _rows(x).chunk(2, -1)
+        triton_gate.forward(value, scores, _rows(out), activation)
     return out
 
 
@@ -125,12 +130,15 @@ def _(x: Tensor, activation: str) -> Tensor:
 @torch.library.custom_op("lightning_gem::packed_gate_backward", mutates_args=())
 def _packed_backward(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     if not runs_triton(x):
-        return torch.cat(reference.gate_backward(grad_out, *x.chunk(2, -1), activation), -1)
+        value, scores = x.chunk(2, -1)
+        return torch.cat(reference.gate_backward(grad_out, value, scores, activation), -1)
     from lightning_gem.kernels.gate import triton_gate
 
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel():
-        triton_gate.backward(_rows(grad_out), *_rows(x).chunk(2, -1), *_rows(grad_x).chunk(2, -1), activation)
+        value, scores = _rows(x).chunk(2, -1)
+        grad_value, grad_scores = _rows(grad_x).chunk(2, -1)
+        triton_gate.backward(_rows(grad_out), value, scores, grad_value, grad_scores, activation)
     return grad_x
 
 

@@ -13,8 +13,8 @@ from lightning_gem.kernels.grouped import reference
 def grouped_mm(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Rows of group e times matrix e: ``out[start:end] = x[start:end] @ weight[e]``, in one launch.
 
-    Torch's grouped GEMM runs where it can (bfloat16 on a GPU of compute capability 8.0 or more, K and O multiples of 8);
-    otherwise a loop over the groups, which reads the offsets. Groups may be empty, their weights then get gradient 0;
+    Torch's grouped GEMM runs where it can (bfloat16 on a GPU of compute capability 8.0 or more, K and O multiples of
+    8); otherwise a loop over the groups, which reads the offsets. Groups may be empty: their weights get gradient 0;
     rows from ``cu_seqlens[-1]`` on are never read, and are 0 in the result and in the gradient. Under autocast, inputs
     are cast.
 

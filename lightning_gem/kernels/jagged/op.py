@@ -174,7 +174,7 @@ def _pool(x: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     if not (runs_triton(x) and x.numel()):
         return _reference_pool(x, cu_seqlens, mode)[0]
     out, _ = torch.ops.lightning_gem.jagged_pool(_flat(x), cu_seqlens, mode)
-    return out.view(-1, *x.shape[1:])  # type: ignore[no-any-return]
+    return out.view(-1, *x.shape[1:])
 
 
 def _broadcast(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:

@@ -98,7 +98,8 @@ def pool_kernel(
 ):
     """One part of one sequence: its sum, mean, or maximum with the row where it is first reached.
 
-    ``HAS_OTHER``: sums products with other rows. ``COPY``: also writes the rows, times the dense row if there are others.
+    ``HAS_OTHER``: sums products with other rows. ``COPY``: also writes the rows, times the dense row if there are
+    others.
     """
     across = tl.cdiv(dim, BLOCK)
     program = tl.program_id(0)

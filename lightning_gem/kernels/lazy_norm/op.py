@@ -8,9 +8,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.checks import autocast
 from lightning_gem.kernels.launch import runs_triton
+from lightning_gem.kernels.lazy_norm import reference
 from lightning_gem.kernels.norm.reference import norm as normalise
 from lightning_gem.kernels.norm.reference import norm_backward
-from lightning_gem.kernels.norm_linear import reference
 
 
 def norm_linear(x: Tensor, weight: Tensor, *, norm: str = "rms", eps: float = 1e-5) -> Tensor:
@@ -22,7 +22,8 @@ def norm_linear(x: Tensor, weight: Tensor, *, norm: str = "rms", eps: float = 1e
     ratio. The backward writes the normed rows once, for the gradient of ``W``. Under autocast, inputs are cast.
 
     The fused kernel takes bfloat16 and float16 on a GPU, rows and weight aligned to 16 bytes; anything else runs a norm
-    and a GEMM. Method: lazy pre-norm, https://pytorch.org/blog (norm optimisations for recommendation models).
+    and a GEMM. Method: lazy pre-norm of
+    https://pytorch.org/blog/towards-free-normalization-fusing-normalization-into-gemm-and-attention-kernels.
 
     Args:
         x: (..., K), bfloat16, float16, float32 or float64.
@@ -59,18 +60,18 @@ def norm_linear(x: Tensor, weight: Tensor, *, norm: str = "rms", eps: float = 1e
 def _forward(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
     if not runs_triton(x):
         return reference.norm_linear(x, weight, layer, eps)
-    from lightning_gem.kernels.norm_linear import triton_norm_linear
+    from lightning_gem.kernels.lazy_norm import triton_lazy_norm
 
-    if not triton_norm_linear.fits(x, weight):
+    if not triton_lazy_norm.fits(x, weight):
         return reference.norm_linear(x, weight, layer, eps)
     out = torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
     weight_sum = weight.sum(1, dtype=torch.float32) if layer else None
     if x.is_cuda and torch.cuda.get_device_capability(x.device) == (9, 0):
-        from lightning_gem.kernels.norm_linear import gluon_norm_linear
+        from lightning_gem.kernels.lazy_norm import gluon_lazy_norm
 
-        gluon_norm_linear.forward(x, weight, weight_sum, out, eps)
+        gluon_lazy_norm.forward(x, weight, weight_sum, out, eps)
     else:
-        triton_norm_linear.forward(x, weight, weight_sum, out, eps)
+        triton_lazy_norm.forward(x, weight, weight_sum, out, eps)
     return out
 
 
@@ -81,7 +82,7 @@ def _(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
 
 @torch.library.custom_op("lightning_gem::norm_linear_backward", mutates_args=())
 def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, layer: bool, eps: float) -> tuple[Tensor, Tensor]:
-    """With ``h = dy W`` one kernel reads ``x`` and ``h``, writes the gradient of ``x`` and the normed rows for ``dW``."""
+    """With ``h = dy W`` one kernel reads ``x`` and ``h``, and writes the gradient of ``x`` and the rows for ``dW``."""
     if not runs_triton(x):
         grad_x, *_ = norm_backward(grad_out @ weight, None, x, None, None, None, eps, layer, "identity")
         normed, _ = normalise(x, None, None, None, None, eps, layer, "identity")
