@@ -1,9 +1,9 @@
 """Jagged attention and its helpers, on packed (total_tokens, num_heads, head_dim) tensors with ``cu_seqlens`` offsets.
 
 Every op runs on any device through a vectorised PyTorch reference and is differentiable by autograd. Norms, gates,
-jagged operations, ``norm_linear`` and ``fused_linear_bce`` run Triton kernels on a GPU (float64 excepted), as custom ops
-that torch.compile does not break on. This package imports torch and, for a kernel, Triton, and can be used on its own.
-Pair counts for FLOP accounting are in ``lightning_gem.kernels.pairs``.
+jagged operations, ``norm_linear`` and ``fused_linear_bce`` run Triton kernels on a GPU (float64 excepted), as custom
+ops that torch.compile does not break on. This package imports torch and, for a kernel, Triton, and can be used on its
+own. Pair counts for FLOP accounting are in ``lightning_gem.kernels.pairs``.
 
 Conventions of all attention ops: sequences may be empty; a query that sees no key returns 0 and receives gradient 0;
 rows from ``cu_seqlens[-1]`` on ("slack") belong to no sequence, are never read, and are 0 in outputs and gradients;

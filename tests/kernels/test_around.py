@@ -72,8 +72,6 @@ CALLS = {
 def test_opcheck(name):
     op, arguments = CALLS[name]()
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
-    if name == "grouped_mm":  # the loop of a CPU reads the offsets
-        tests = tests[:3]
     torch.library.opcheck(op, arguments, test_utils=tests)
 
 
@@ -149,6 +147,7 @@ def test_flops_are_counted():
 def test_public_functions_compile_without_a_break():
     def step(x, w, dense, cu, y):
         x = kernels.jagged_dense_add(x, dense, cu)
+        x = x + kernels.grouped_mm(x, w.expand(3, 8, 8), cu)
         x = kernels.jagged_layer_norm(x, activation="silu", residual=x)
         out = kernels.swiglu(kernels.norm_linear(x, w))
         pooled = kernels.jagged_max_pool(out, cu) + kernels.jagged_mean_pool(out, cu)
@@ -156,7 +155,7 @@ def test_public_functions_compile_without_a_break():
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
-    for rows in (7, 9, 12):
+    for rows in (8, 9, 12):  # rows 7 and up are slack
         inputs = (_rows(rows, 8), _rows(8, 8), _rows(3, 8))
         y = torch.ones(3, 2)
         actual = torch.autograd.grad(compiled(*inputs, CU, y), inputs)
