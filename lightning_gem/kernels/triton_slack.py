@@ -8,7 +8,7 @@ from torch import Tensor
 from lightning_gem.kernels.launch import on_device
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def zero_slack_kernel(x, end, rows, dim, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     first = tl.load(end).to(tl.int64)
     last_row = (tl.program_id(0).to(tl.int64) + 1) * ROWS

@@ -20,7 +20,7 @@ MAX_DIM = 1024
 MAX_TASKS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def share_kernel(target, mask, partial, rows, tasks, HAS_MASK: tl.constexpr, ROWS: tl.constexpr, TASKS: tl.constexpr):
     """Sums the weights of the labels that are there: one partial (TASKS,) per program."""
     task = tl.arange(0, TASKS)[None, :]
@@ -36,7 +36,7 @@ def share_kernel(target, mask, partial, rows, tasks, HAS_MASK: tl.constexpr, ROW
     tl.store(partial + tl.program_id(0) * TASKS + tl.arange(0, TASKS), tl.sum(total, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def loss_kernel(
     x_tiles,
     grad_tiles,
@@ -134,7 +134,7 @@ def loss_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
     """Multiplies in place by a scalar on the device; a factor of 1 costs no memory traffic."""
     by = tl.load(factor).to(tl.float32)

@@ -9,7 +9,7 @@ from lightning_gem.kernels.launch import next_power_of_2, on_device
 from lightning_gem.kernels.triton_activation import activate, derivative
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     value,
     scores,
@@ -32,7 +32,7 @@ def forward_kernel(
     tl.store(out + row * out_stride + column, (v * activate(s, ACTIVATION)).to(out.dtype.element_ty), valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
     grad_out,
     value,

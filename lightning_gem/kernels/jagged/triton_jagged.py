@@ -24,7 +24,7 @@ def _sequence_of(cu_seqlens, row, num_sequences, steps):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "steps"])
 def concat_kernel(
     parts,
     cu_seqlens,
@@ -45,22 +45,23 @@ def concat_kernel(
 
     Row ``r`` of part ``i`` in sequence ``b`` lies at ``r`` plus the ends of ``b`` in the parts before and its starts in
     the parts after. Slack counts as one more sequence, of zeros; ``SLACK``: the whole has room for that of all parts.
+    ``part_rows`` holds 2 n + 3 for n rows: neither 1 nor a multiple of 16, for which Triton would compile once more.
     """
     tile = tl.program_id(0)
     across = tl.cdiv(dim, BLOCK)
     for i in tl.static_range(NUM_PARTS):
-        tiles = tl.cdiv(part_rows[i], ROWS) * across
+        tiles = tl.cdiv(part_rows[i] // 2 - 1, ROWS) * across
         if (tile >= 0) & (tile < tiles):
             row = (tile // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
             column = tile % across * BLOCK + tl.arange(0, BLOCK)
-            inside = row < part_rows[i]
+            inside = row < part_rows[i] // 2 - 1
             sequence = _sequence_of(cu_seqlens[i], row, num_sequences, steps)
             real = sequence < num_sequences
             place = row
             for j in tl.static_range(NUM_PARTS):
                 if j < i:
                     ends = tl.load(cu_seqlens[j] + sequence + 1, real & inside, 0).to(tl.int64)
-                    place += tl.where(real, ends, part_rows[j])
+                    place += tl.where(real, ends, part_rows[j] // 2 - 1)
                 if j > i:
                     place += tl.load(cu_seqlens[j] + sequence, inside, 0).to(tl.int64)
             known = column < dim
@@ -76,7 +77,7 @@ def concat_kernel(
         tile -= tiles
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def pool_kernel(
     x,
     other,
@@ -160,7 +161,7 @@ def pool_kernel(
         tl.store(out + place, result.to(out.dtype.element_ty), known)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "num_sequences", "steps", "max_len"])
 def broadcast_kernel(
     x,
     dense,
@@ -205,7 +206,7 @@ def broadcast_kernel(
     tl.store(out + place, values.to(out.dtype.element_ty), inside[:, None] & known[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def scatter_kernel(dense, index, cu_seqlens, out, size, dim, BLOCK: tl.constexpr):
     """Puts each element of (B, D) at its position in its sequence; the rest of ``out`` stays as it is."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -215,7 +216,7 @@ def scatter_kernel(dense, index, cu_seqlens, out, size, dim, BLOCK: tl.constexpr
     tl.store(out + row * dim + at % dim, tl.load(dense + at, real, 0.0), real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total", "max_len"])
 def pad_kernel(
     x,
     other,
@@ -266,7 +267,7 @@ def concat(parts: list[Tensor], cu_seqlens: list[Tensor], whole: Tensor, split: 
         concat_kernel[(programs,)](
             tuple(parts),
             tuple(cu_seqlens),
-            tuple(len(part) for part in parts),
+            tuple(2 * len(part) + 3 for part in parts),
             tuple(part.stride(0) for part in parts),
             whole,
             whole.stride(0),

@@ -173,7 +173,7 @@ def _multiply(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=["rows"])
 def norm_linear_kernel(
     x_desc,
     w_desc,

@@ -33,7 +33,7 @@ def _add_slice(total, squares, part, column, origin, dim, LAYER: tl.constexpr, S
     return total, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def norm_linear_kernel(
     x_tiles,
     weight_tiles,

@@ -30,7 +30,7 @@ def _normalise(h, valid, dim, eps, LAYER: tl.constexpr):
     return h * rstd, rstd
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def forward_kernel(
     x,
     residual,
@@ -84,7 +84,7 @@ def forward_kernel(
     tl.store(out + place, z.to(out.dtype.element_ty), valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def backward_kernel(
     grad_out,
     grad_total,
