@@ -94,7 +94,7 @@ def check_offsets(name: str, cu_seqlens: Tensor, tokens: Tensor) -> None:
 
 def check_offset_values(name: str, cu_seqlens: Tensor, tokens: Tensor, max_seqlen: int | None) -> None:
     """Raises ValueError for offsets on a CPU whose values cannot describe ``tokens``."""
-    if cu_seqlens.device.type != "cpu":
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     lengths = cu_seqlens.diff()
     if cu_seqlens[0] != 0 or (lengths < 0).any():
