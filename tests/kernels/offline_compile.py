@@ -17,7 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lightning_gem.kernels.attention.blocks import choose_blocks, padded_dim
-from lightning_gem.kernels.attention.triton_activations import CODES
 from lightning_gem.kernels.attention.triton_backward import (
     delta_kernel,
     key_value_gradient_kernel,
@@ -25,6 +24,7 @@ from lightning_gem.kernels.attention.triton_backward import (
 )
 from lightning_gem.kernels.attention.triton_forward import attention_forward_kernel
 from lightning_gem.kernels.attention.triton_schedule import schedule_kernel
+from lightning_gem.kernels.triton_activations import CODES
 
 SHARED_MEMORY = 232_448
 KERNELS = {

@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_gem.kernels.attention.blocks import Blocks, Kernel, choose_blocks, padded_dim
 from lightning_gem.kernels.attention.dispatch import interpreting
 from lightning_gem.kernels.attention.spec import AttentionSpec
-from lightning_gem.kernels.attention.triton_activations import CODES
 from lightning_gem.kernels.attention.triton_backward import (
     delta_kernel,
     key_value_gradient_kernel,
@@ -19,6 +18,7 @@ from lightning_gem.kernels.attention.triton_backward import (
 )
 from lightning_gem.kernels.attention.triton_forward import attention_forward_kernel
 from lightning_gem.kernels.schedule import Schedules
+from lightning_gem.kernels.triton_activations import CODES
 
 # For the gradient of broadcast queries: enough to fill a GPU, but the same on all of them, so that all sum alike.
 _BROADCAST_PROGRAMS = 512

@@ -6,7 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gem.kernels.launch import next_power_of_2, on_device
-from lightning_gem.kernels.triton_activation import activate, derivative
+from lightning_gem.kernels.triton_activations import CODES, activate, activate_with_derivative
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -29,7 +29,7 @@ def forward_kernel(
     valid = (row < rows) & (column < dim)
     v = tl.load(value + row * value_stride + column, valid, 0.0).to(tl.float32)
     s = tl.load(scores + row * scores_stride + column, valid, 0.0).to(tl.float32)
-    tl.store(out + row * out_stride + column, (v * activate(s, ACTIVATION)).to(out.dtype.element_ty), valid)
+    tl.store(out + row * out_stride + column, (v * activate(s, ACTIVATION, False)).to(out.dtype.element_ty), valid)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -57,8 +57,9 @@ def backward_kernel(
     g = tl.load(grad_out + row * out_stride + column, valid, 0.0).to(tl.float32)
     v = tl.load(value + row * value_stride + column, valid, 0.0).to(tl.float32)
     s = tl.load(scores + row * scores_stride + column, valid, 0.0).to(tl.float32)
-    dv = g * activate(s, ACTIVATION)
-    ds = g * v * derivative(s, ACTIVATION)
+    weight, slope = activate_with_derivative(s, ACTIVATION, False)
+    dv = g * weight
+    ds = g * v * slope
     tl.store(grad_value + row * grad_value_stride + column, dv.to(grad_value.dtype.element_ty), valid)
     tl.store(grad_scores + row * grad_scores_stride + column, ds.to(grad_scores.dtype.element_ty), valid)
 
@@ -85,7 +86,7 @@ def forward(value: Tensor, scores: Tensor, out: Tensor, activation: str) -> None
             value.stride(0),
             scores.stride(0),
             out.stride(0),
-            ACTIVATION=activation,
+            ACTIVATION=CODES[activation],
             ROWS=rows,
             BLOCK=block,
             num_warps=4,
@@ -112,7 +113,7 @@ def backward(
             scores.stride(0),
             grad_value.stride(0),
             grad_scores.stride(0),
-            ACTIVATION=activation,
+            ACTIVATION=CODES[activation],
             ROWS=rows,
             BLOCK=block,
             num_warps=4,

@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gem.kernels.launch import multiprocessors, next_power_of_2, on_device, row_layout
-from lightning_gem.kernels.triton_activation import activate, derivative
+from lightning_gem.kernels.triton_activations import CODES, IDENTITY, activate, activate_with_derivative
 
 MAX_DIM = 16384
 
@@ -77,7 +77,7 @@ def forward_kernel(
         z = z * tl.load(weight + column, column < dim, 0.0).to(tl.float32)
     if HAS_BIAS:
         z = z + tl.load(bias + column, column < dim, 0.0).to(tl.float32)
-    z = activate(z, ACTIVATION)
+    z = activate(z, ACTIVATION, False)
     if HAS_SKIP:
         at = _offsets(row, INNER, inner, skip_outer, skip_inner)[:, None] + column
         z = z + tl.load(skip + at, valid, 0.0).to(tl.float32)
@@ -141,13 +141,14 @@ def backward_kernel(
         n, rstd = _normalise(h, valid, dim, eps, LAYER)
         if WRITE_NORMED:
             tl.store(normed + place, n.to(normed.dtype.element_ty), valid)
-        if ACTIVATION != "identity":
+        if ACTIVATION != IDENTITY:
             z = n
             if HAS_WEIGHT:
                 z = z * w
             if HAS_BIAS:
                 z = z + b
-            g = g * derivative(z, ACTIVATION)
+            _, slope = activate_with_derivative(z, ACTIVATION, False)
+            g = g * slope
         if HAS_BIAS:
             bias_sum += g
         if HAS_WEIGHT:
@@ -222,7 +223,7 @@ def forward(
             *skip_rows[1:],
             eps,
             LAYER=layer,
-            ACTIVATION=activation,
+            ACTIVATION=CODES[activation],
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
@@ -284,7 +285,7 @@ def backward(
             *residual_rows[1:],
             eps,
             LAYER=layer,
-            ACTIVATION=activation,
+            ACTIVATION=CODES[activation],
             HAS_RESIDUAL=residual is not None,
             HAS_WEIGHT=weight is not None,
             HAS_BIAS=bias is not None,
