@@ -233,9 +233,11 @@ def test_offsets_beyond_int32():
             x[-130:] = y
         grad = torch.zeros_like(inputs[0])
         grad[-130:] = randn(130, 8, 128, seed=9)
+        backend = "triton" if transposed else "auto"  # the copy engine does not take tokens behind heads
         for op in (jagged_flash_attention, gdpa):
-            results = evaluate(lambda *x: op(*x, cu), *inputs, grad=grad)  # noqa: B023
-            alone = evaluate(lambda *x: op(*x, offsets([130]).cuda()), *last, grad=grad[-130:])  # noqa: B023
+            results = evaluate(lambda *x: op(*x, cu, backend=backend), *inputs, grad=grad)  # noqa: B023
+            one = offsets([130]).cuda()
+            alone = evaluate(lambda *x: op(*x, one, backend=backend), *last, grad=grad[-130:])  # noqa: B023
             for a, b in zip(results, alone, strict=True):
                 assert torch.equal(a[-130:], b)
             del results
