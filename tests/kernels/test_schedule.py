@@ -63,6 +63,8 @@ def test_a_given_schedule_is_taken_where_its_blocks_fit():
     given = build_tile_schedule(cu, block_m=16, num_rows=23)
     assert Schedules(cu, cu, 23, 23, given).queries(16) is given
     assert Schedules(cu, cu, 23, 23, given).queries(32).block_size == 32
+    with pytest.raises(ValueError, match="schedule has room for 4 tiles, but these queries need 9"):
+        Schedules(cu, cu, 100, 100, given).queries(16)
     again = TileSchedule.from_storage(given.storage, 16)
     assert torch.equal(again.sequence, given.sequence)
     assert torch.equal(again.num_tiles, given.num_tiles)
