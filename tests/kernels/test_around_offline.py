@@ -21,6 +21,7 @@ from lightning_gem.kernels.gate import triton_gate  # noqa: E402
 from lightning_gem.kernels.jagged import triton_jagged  # noqa: E402
 from lightning_gem.kernels.lazy_norm import gluon_lazy_norm, triton_lazy_norm  # noqa: E402
 from lightning_gem.kernels.norm import triton_norm  # noqa: E402
+from lightning_gem.kernels.triton_activations import CODES  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHARED_MEMORY, TENSOR_MEMORY_COLUMNS = 232_448, 512
@@ -56,7 +57,7 @@ def test_norm(capability, width, tmp_path):
     rows, block, warps = triton_norm.tile(width)
     strides = [f"{name}_outer" for name in ("x", "residual", "skip")]
     pointers = ("x", "residual", "skip", "weight", "bias", "out", "total")
-    flags = {"LAYER": True, "ACTIVATION": "silu", "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
+    flags = {"LAYER": True, "ACTIVATION": CODES["silu"], "HAS_RESIDUAL": True, "HAS_WEIGHT": True, "HAS_BIAS": True}
     forward = _compile(
         triton_norm.forward_kernel,
         capability,
@@ -198,7 +199,7 @@ def test_gate(capability, tmp_path):
         triton_gate.backward_kernel,
         capability,
         dict.fromkeys(pointers, "*bf16"),
-        {"ACTIVATION": "gelu_tanh", "ROWS": rows, "BLOCK": block},
+        {"ACTIVATION": CODES["gelu_tanh"], "ROWS": rows, "BLOCK": block},
         4,
         aligned=(*pointers, *strides, "dim"),
     )
