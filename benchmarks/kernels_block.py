@@ -2,8 +2,9 @@
 
     python benchmarks/kernels_block.py [--out benchmarks/results/DATE_kernels_block_h200.csv] [--flex]
 
-All candidates of a case take the same inputs. They run in turns, with the second-level cache flushed before each run, and
-the median of the device times counts. TFLOP/s count visible pairs only: 4 H D per pair forward, 2.5 times that backward.
+All candidates of a case take the same inputs. They run in turns, with the second-level cache flushed before each run,
+and the median of the device times counts. TFLOP/s count visible pairs only: 4 H D per pair forward, 2.5 times that
+backward.
 The floor is the time in which a copy on the same device moves what has to be moved: query, key, value and gradient of
 the output in; output or gradients out. Errors are relative (Frobenius norm) to float64 on a sample of the sequences.
 """
@@ -59,7 +60,8 @@ class Clock:
     """Medians of device times of functions that run in turns."""
 
     def __init__(self) -> None:
-        self.flush = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+        # Large, so that the host has the time to launch what is timed: 2 GiB take the device half a millisecond.
+        self.flush = torch.empty(2 << 30, dtype=torch.uint8, device="cuda")
 
     def medians(self, functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
         """Milliseconds of every function."""
@@ -202,9 +204,10 @@ def rotary_rows(clock: Clock, rounds: int) -> list[dict[str, Any]]:
     x = fused[:, : 2 * HEADS]
     angle = 3 * torch.randn(num_rows, DIM // 2, device="cuda")
     cos, sin = angle.cos(), angle.sin()
+    compiled = torch.compile(rotary_halves, dynamic=True)
     candidates = {
         MARK: lambda: rotary(x, cos, sin),
-        "torch compiled": lambda f=torch.compile(rotary_halves, dynamic=True): f(x, cos, sin),
+        "torch compiled": lambda: compiled(x, cos, sin),
         "torch eager": lambda: rotary_halves(x, cos, sin),
     }
     exact = rotary_halves(x[:4096].double(), cos[:4096].double(), sin[:4096].double())
@@ -223,6 +226,13 @@ def rotary_rows(clock: Clock, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
+def copy_rate(clock: Clock, rounds: int) -> float:
+    """Gigabytes per second that a copy on the device reads and writes."""
+    source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / clock.medians({"copy": lambda: target.copy_(source)}, rounds)["copy"] / 1e6
+
+
 def main() -> None:
     """Prints the table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -232,11 +242,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
     args = parser.parse_args()
     clock = Clock()
-    source = torch.randn(1 << 29, device="cuda").to(torch.bfloat16)
-    target = torch.empty_like(source)
-    copy = clock.medians({"copy": lambda: target.copy_(source)}, args.rounds)["copy"]
-    bandwidth = 2 * source.nbytes / copy / 1e6  # GB/s
-    del source, target
+    bandwidth = copy_rate(clock, args.rounds)
     rows = [
         row for case in CASES if case.name in args.cases for row in attention_rows(case, clock, args.rounds, args.flex)
     ] + rotary_rows(clock, args.rounds)

@@ -102,3 +102,12 @@ def test_rotation(rows, heads, dim):
             sin = -angle.sin() if inverse else angle.sin()
             torch.testing.assert_close(actual, rotary_halves(x, angle.cos(), sin))
             assert actual.is_contiguous()
+
+
+def test_rotation_leaves_slack_unread():
+    x, angle = tokens(9, 2, 8, dtype=torch.float32), tokens(9, 4, seed=1, dtype=torch.float32)
+    expected = rotary_halves(x, angle.cos(), angle.sin())
+    x[7:], angle[7:] = torch.nan, torch.nan
+    actual = rotary_kernels.rotate(x, angle.cos(), angle.sin(), False, offsets([3, 0, 4]))
+    torch.testing.assert_close(actual[:7], expected[:7])
+    assert (actual[7:] == 0).all()

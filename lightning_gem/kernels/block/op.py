@@ -82,7 +82,7 @@ def block_attention(
         raise ValueError("rotate_value=True needs angles: pass rotary=(cos, sin)")
     scale = query.shape[2] ** -0.5 if softmax_scale is None else softmax_scale
     with torch.autocast(query.device.type, enabled=False):
-        if runs_reference_directly(query, key, value, block_size, backend):
+        if runs_reference_directly(query, value, block_size, backend):
             return block_attention_bucketed(
                 query, key, value, cu_seqlens, cos, sin, block_size, scale, activation, causal, rotate_value
             )

@@ -16,9 +16,8 @@ from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 128
-# Three operands and two matrices of weights share the memory of a multiprocessor. Grouped heads need a fourth operand,
-# and float32 is split into parts.
-_MAX_TILE_BYTES = 64 * 1024
+# Four operands and a matrix of weights share the memory of a multiprocessor.
+_MAX_TILE_BYTES = 32 * 1024
 
 
 def interpreting() -> bool:
@@ -26,7 +25,7 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def why_not_triton(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> str | None:
+def why_not_triton(query: Tensor, value: Tensor, block_size: int) -> str | None:
     """Why the Triton kernels cannot do this work, from shapes, dtypes and devices alone; None if they can."""
     if query.device.type != "cuda" and not (query.device.type == "cpu" and interpreting()):
         return f"the tensors are on {query.device}"
@@ -38,15 +37,14 @@ def why_not_triton(query: Tensor, key: Tensor, value: Tensor, block_size: int) -
     if dim > MAX_HEAD_DIM:
         return f"a head_dim is above {MAX_HEAD_DIM}"
     tile = 64 if block_size <= 64 else 128
-    size = tile * dim * query.element_size() ** 2 // 2 * (2 if key.shape[1] < query.shape[1] else 1)
-    if size > _MAX_TILE_BYTES:
+    if tile * dim * query.element_size() > _MAX_TILE_BYTES:
         return f"blocks of {block_size} tokens with {dim} features in {query.dtype} do not fit into shared memory"
     if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the GPU is older than sm_80"
     return None
 
 
-def choose(query: Tensor, key: Tensor, value: Tensor, block_size: int, backend: str) -> str:
+def choose(query: Tensor, value: Tensor, block_size: int, backend: str) -> str:
     """``triton`` or ``reference``.
 
     Raises:
@@ -54,7 +52,7 @@ def choose(query: Tensor, key: Tensor, value: Tensor, block_size: int, backend: 
     """
     if backend == "reference":
         return backend
-    reason = why_not_triton(query, key, value, block_size)
+    reason = why_not_triton(query, value, block_size)
     if reason is None:
         return "triton"
     if backend == "triton":
@@ -62,14 +60,14 @@ def choose(query: Tensor, key: Tensor, value: Tensor, block_size: int, backend: 
     return "reference"
 
 
-def runs_reference_directly(query: Tensor, key: Tensor, value: Tensor, block_size: int, backend: str) -> bool:
+def runs_reference_directly(query: Tensor, value: Tensor, block_size: int, backend: str) -> bool:
     """Whether the differentiable reference stands in for the custom op, as it does on a CPU where nobody is watching.
 
     The backward of the op computes the forward again, which autograd on the reference saves. Tracing and dispatch modes
     (compilers, fake tensors, FLOP counters, selective checkpointing) have to see the op itself.
     """
     return (
-        choose(query, key, value, block_size, backend) == "reference"
+        choose(query, value, block_size, backend) == "reference"
         and not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
         and type(query) in (Tensor, torch.nn.Parameter)
@@ -93,7 +91,7 @@ def block_attention_op(
 ) -> Tensor:
     """See ``block_attention``; cos and sin rotate query and key."""
     inputs = (query, key, value, cu_seqlens, cos, sin, block_size, scale, activation, causal, rotate_value)
-    if choose(query, key, value, block_size, backend) == "reference":
+    if choose(query, value, block_size, backend) == "reference":
         return block_attention_bucketed(*inputs).contiguous()
     from lightning_gem.kernels.block import triton_kernels
 
@@ -119,7 +117,7 @@ def block_attention_backward_op(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     options = (cu_seqlens, cos, sin, block_size, scale, activation, causal, rotate_value)
-    if choose(query, key, value, block_size, backend) == "reference":
+    if choose(query, value, block_size, backend) == "reference":
         # Autograd does not record inside a custom op; a thread of its own knows nothing of that.
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(_reference_gradients, grad_out, query, key, value, *options).result()
@@ -132,9 +130,9 @@ def block_attention_backward_op(
 def _reference_gradients(
     grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-    out = block_attention_bucketed(*leaves, *options)
-    grad_query, grad_key, grad_value = torch.autograd.grad(out, leaves, grad_out)
+    query, key, value = (x.detach().requires_grad_() for x in (query, key, value))
+    out = block_attention_bucketed(query, key, value, *options)
+    grad_query, grad_key, grad_value = torch.autograd.grad(out, (query, key, value), grad_out)
     return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous()
 
 
@@ -213,7 +211,7 @@ def _backward_flops(
 def _count_pairs(query: Tensor, cu_seqlens: Tensor, block_size: int, causal: bool) -> int:
     """Visible pairs; without real offsets those of whole blocks in all rows."""
     if isinstance(cu_seqlens, FakeTensor) or cu_seqlens.device.type == "meta":
-        lengths = [int(query.shape[0])]
+        lengths = torch.tensor([int(query.shape[0])])
     else:
         lengths = cu_seqlens.cpu().diff()
     return (causal_block_pairs if causal else block_pairs)(lengths, block_size)

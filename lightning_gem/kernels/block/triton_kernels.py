@@ -1,12 +1,11 @@
 # mypy: ignore-errors
 """Block attention in Triton. One tile holds whole blocks of one sequence, so nothing is carried between tiles.
 
-The work is bound by memory: every program reads its rows of query, key and value once and writes its results once.
-What counts is how many programs a multiprocessor holds, so registers and shared memory are kept small: features are
-multiplied in parts, and the backward drops the values before it loads queries and keys.
+The work is bound by memory: every program reads its rows of query, key and value once and writes its results once. So
+a program asks for all its rows at once, before it computes anything, and is small enough for several of them to share
+a multiprocessor. Features are multiplied in two halves, because that is what a rotation mixes.
 
-Parts come in pairs, one from the first half of the features and one from the second, because that is what a rotation
-mixes. Tiles are found without asking the CPU: a list with one slot per possible tile, built on the device.
+Tiles are found without asking the CPU: a list with one slot per possible tile is built on the device.
 """
 
 from typing import Any
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_gem.kernels.block.triton_activations import activate, activate_with_derivative
+from lightning_gem.kernels.rope.triton_kernels import rotate
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SLOTS_PER_PROGRAM = 128
@@ -51,27 +51,47 @@ def tiles_kernel(
 
 @triton.jit
 def _load_part(base, rows, stride, is_loaded, START: tl.constexpr, END: tl.constexpr, PART: tl.constexpr):
-    """Features START to END of some rows, (len(rows), PART); zero elsewhere."""
-    columns = tl.arange(0, PART)
-    pointers = base + rows[:, None] * stride + (START + columns)[None, :]
-    # Nothing is read twice soon, so the first-level cache keeps the list of tiles instead (.cg).
+    """Features START to END of some rows, (len(rows), PART); zero elsewhere. They are read once: no need to cache."""
+    columns = START + tl.arange(0, PART)
+    pointers = base + rows[:, None] * stride + columns[None, :]
     if START + PART <= END:
         part = tl.load(pointers, mask=is_loaded[:, None], other=0.0, cache_modifier=".cg")
     else:
-        mask = is_loaded[:, None] & (START + columns < END)[None, :]
+        mask = is_loaded[:, None] & (columns < END)[None, :]
         part = tl.load(pointers, mask=mask, other=0.0, cache_modifier=".cg")
     return part
 
 
 @triton.jit
 def _store_part(base, rows, stride, is_stored, part, START: tl.constexpr, END: tl.constexpr, PART: tl.constexpr):
-    columns = tl.arange(0, PART)
-    pointers = base + rows[:, None] * stride + (START + columns)[None, :]
+    columns = START + tl.arange(0, PART)
+    pointers = base + rows[:, None] * stride + columns[None, :]
     part = part.to(base.dtype.element_ty)
     if START + PART <= END:
         tl.store(pointers, part, mask=is_stored[:, None])
     else:
-        tl.store(pointers, part, mask=is_stored[:, None] & (START + columns < END)[None, :])
+        tl.store(pointers, part, mask=is_stored[:, None] & (columns < END)[None, :])
+
+
+@triton.jit
+def _load(base, rows, stride, is_loaded, SHAPE: tl.constexpr):
+    """Both halves of the features. SHAPE is (features, features of the first half, padded size of a half)."""
+    first = _load_part(base, rows, stride, is_loaded, 0, SHAPE[1], SHAPE[2])
+    second = _load_part(base, rows, stride, is_loaded, SHAPE[1], SHAPE[0], SHAPE[2])
+    return first, second
+
+
+@triton.jit
+def _store(base, rows, stride, is_stored, first, second, SHAPE: tl.constexpr):
+    _store_part(base, rows, stride, is_stored, first, 0, SHAPE[1], SHAPE[2])
+    _store_part(base, rows, stride, is_stored, second, SHAPE[1], SHAPE[0], SHAPE[2])
+
+
+@triton.jit
+def _load_angles(base, rows, stride, is_loaded, SHAPE: tl.constexpr):
+    """Cosines or sines of some rows. All heads use them, and so does the other end of a backward: they are cached."""
+    pointers = base + rows[:, None] * stride + tl.arange(0, SHAPE[2])[None, :]
+    return tl.load(pointers, mask=is_loaded[:, None], other=0.0)
 
 
 @triton.jit
@@ -83,60 +103,10 @@ def _turn(first, second, cos, sin):
 
 
 @triton.jit
-def _load_angles(angles, rows, is_loaded, i: tl.constexpr, SHAPE: tl.constexpr):
-    cos, sin, stride_cos, stride_sin = angles
-    c = _load_part(cos, rows, stride_cos, is_loaded, i * SHAPE[2], SHAPE[1], SHAPE[2])
-    s = _load_part(sin, rows, stride_sin, is_loaded, i * SHAPE[2], SHAPE[1], SHAPE[2])
-    return c, s
-
-
-@triton.jit
-def _load_pairs(base, angles, rows, stride, is_loaded, SHAPE: tl.constexpr, ROTATE: tl.constexpr):
-    """All parts, rotated where ROTATE: first and second of pair 0, of pair 1, and so on.
-
-    SHAPE is (features, features of the first half, of a part, number of pairs).
-    """
-    parts = ()
-    PAIRS: tl.constexpr = SHAPE[3]
-    for i in tl.static_range(PAIRS):
-        first = _load_part(base, rows, stride, is_loaded, i * SHAPE[2], SHAPE[1], SHAPE[2])
-        second = _load_part(base, rows, stride, is_loaded, SHAPE[1] + i * SHAPE[2], SHAPE[0], SHAPE[2])
-        if ROTATE:
-            c, s = _load_angles(angles, rows, is_loaded, i, SHAPE)
-            first, second = _turn(first, second, c, s)
-        parts = parts + (first, second)
-    return parts
-
-
-@triton.jit
-def _store_pair(
-    base,
-    angles,
-    rows,
-    stride,
-    is_loaded,
-    is_stored,
-    first,
-    second,
-    i: tl.constexpr,
-    SHAPE: tl.constexpr,
-    TURN_BACK: tl.constexpr,
-):
-    if TURN_BACK:
-        c, s = _load_angles(angles, rows, is_loaded, i, SHAPE)
-        first, second = _turn(first, second, c, -s)
-    _store_part(base, rows, stride, is_stored, first, i * SHAPE[2], SHAPE[1], SHAPE[2])
-    _store_part(base, rows, stride, is_stored, second, SHAPE[1] + i * SHAPE[2], SHAPE[0], SHAPE[2])
-
-
-@triton.jit
-def _dot_pairs(x, y, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
-    """x times y transposed, both in parts."""
-    product = tl.dot(x[0], tl.trans(y[0]), input_precision=PRECISION)
-    PAIRS: tl.constexpr = SHAPE[3]
-    for i in tl.static_range(1, 2 * PAIRS):
-        product = tl.dot(x[i], tl.trans(y[i]), product, input_precision=PRECISION)
-    return product
+def _dot_transposed(x0, x1, y0, y1, PRECISION: tl.constexpr):
+    """x times y transposed, both in halves."""
+    product = tl.dot(x0, tl.trans(y0), input_precision=PRECISION)
+    return tl.dot(x1, tl.trans(y1), product, input_precision=PRECISION)
 
 
 @triton.jit
@@ -203,17 +173,21 @@ def forward_kernel(
         rows = first_row + local
         count = tl.maximum(size, 0)  # slack has no tokens, only zeros to write
         loaded = local < count
-        stored = local < tl.abs(size)
-        angles = (cos, sin, stride_cos, stride_sin)
-        key_head = head // GROUP
-        q = _load_pairs(query + head * stride_qh, angles, rows, stride_qn, loaded, SHAPE, ROTATE)
-        k = _load_pairs(key + key_head * stride_kh, angles, rows, stride_kn, loaded, SHAPE, ROTATE)
-        value += key_head * stride_vh
-        if not ROTATE:  # all loads together; with angles as well, there would be too few registers
-            v = _load_pairs(value, angles, rows, stride_vn, loaded, SHAPE_V, False)
-        scores = _dot_pairs(q, k, SHAPE, PRECISION)
+        value += head // GROUP * stride_vh
+        q0, q1 = _load(query + head * stride_qh, rows, stride_qn, loaded, SHAPE)
+        k0, k1 = _load(key + head // GROUP * stride_kh, rows, stride_kn, loaded, SHAPE)
+        if ROTATE:  # beside angles, there are too few registers for the values as well
+            c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+            s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+            q0, q1 = _turn(q0, q1, c, s)
+            k0, k1 = _turn(k0, k1, c, s)
+        else:
+            v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+        scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
         if ROTATE:
-            v = _load_pairs(value, angles, rows, stride_vn, loaded, SHAPE_V, ROTATE_VALUE)
+            v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+            if ROTATE_VALUE:
+                v0, v1 = _turn(v0, v1, c, s)
         if ACTIVATION is None:
             weights, factor = _softmax(scores, count, scale, TILE, BLOCK_SIZE, CAUSAL)
         else:
@@ -221,15 +195,12 @@ def forward_kernel(
             if CAUSAL or BLOCK_SIZE < TILE:
                 weights = tl.where(_visible(count, TILE, BLOCK_SIZE, CAUSAL), weights, 0.0)
         weights = weights.to(value.dtype.element_ty)
-        out += head * stride_oh
-        PAIRS_V: tl.constexpr = SHAPE_V[3]
-        for i in tl.static_range(PAIRS_V):
-            first = tl.dot(weights, v[2 * i], input_precision=PRECISION)
-            second = tl.dot(weights, v[2 * i + 1], input_precision=PRECISION)
-            if ACTIVATION is None:
-                first *= factor[:, None]
-                second *= factor[:, None]
-            _store_pair(out, angles, rows, stride_on, loaded, stored, first, second, i, SHAPE_V, False)
+        first = tl.dot(weights, v0, input_precision=PRECISION)
+        second = tl.dot(weights, v1, input_precision=PRECISION)
+        if ACTIVATION is None:
+            first *= factor[:, None]
+            second *= factor[:, None]
+        _store(out + head * stride_oh, rows, stride_on, local < tl.abs(size), first, second, SHAPE_V)
 
 
 @triton.jit
@@ -255,37 +226,6 @@ def _weights_and_score_gradient(
             weights = tl.where(visible, weights, 0.0)
             grad = tl.where(visible, grad, 0.0)
     return weights, grad
-
-
-@triton.jit
-def _add_products(sums, weights, parts, SHAPE: tl.constexpr, PRECISION: tl.constexpr):
-    new = ()
-    PAIRS: tl.constexpr = SHAPE[3]
-    for i in tl.static_range(2 * PAIRS):
-        new = new + (tl.dot(weights, parts[i], sums[i], input_precision=PRECISION),)
-    return new
-
-
-@triton.jit
-def _store_products(
-    base,
-    angles,
-    rows,
-    stride,
-    loaded,
-    stored,
-    weights,
-    parts,
-    SHAPE: tl.constexpr,
-    TURN_BACK: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Stores ``weights`` times all parts, pair by pair, so that few sums are held at a time."""
-    PAIRS: tl.constexpr = SHAPE[3]
-    for i in tl.static_range(PAIRS):
-        first = tl.dot(weights, parts[2 * i], input_precision=PRECISION)
-        second = tl.dot(weights, parts[2 * i + 1], input_precision=PRECISION)
-        _store_pair(base, angles, rows, stride, loaded, stored, first, second, i, SHAPE, TURN_BACK)
 
 
 @triton.jit
@@ -328,7 +268,6 @@ def backward_kernel(
     ROTATE: tl.constexpr,
     ROTATE_VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
-    SCORES_FIRST: tl.constexpr,
 ):
     """One tile of one key head: computes the weights again and stores all gradients. Nothing is summed in memory."""
     slot = tl.program_id(0) // NUM_KV_HEADS
@@ -341,152 +280,133 @@ def backward_kernel(
         count = tl.maximum(size, 0)  # slack has no tokens, only zeros to write
         loaded = local < count
         stored = local < tl.abs(size)
-        angles = (cos, sin, stride_cos, stride_sin)
         dtype = query.dtype.element_ty
         key += head * stride_kh
         value += head * stride_vh
         grad_key += head * stride_dkh
         grad_value += head * stride_dvh
         if GROUP == 1:
-            query += head * stride_qh
+            q0, q1 = _load(query + head * stride_qh, rows, stride_qn, loaded, SHAPE)
+            k0, k1 = _load(key, rows, stride_kn, loaded, SHAPE)
             grad_out += head * stride_gh
-            if SCORES_FIRST:
-                q = _load_pairs(query, angles, rows, stride_qn, loaded, SHAPE, ROTATE)
-                k = _load_pairs(key, angles, rows, stride_kn, loaded, SHAPE, ROTATE)
-                scores = _dot_pairs(q, k, SHAPE, PRECISION)
-            g = _load_pairs(grad_out, angles, rows, stride_gn, loaded, SHAPE_V, False)
-            v = _load_pairs(value, angles, rows, stride_vn, loaded, SHAPE_V, ROTATE_VALUE)
-            grad_weights = _dot_pairs(g, v, SHAPE_V, PRECISION)
-            if not SCORES_FIRST:
-                q = _load_pairs(query, angles, rows, stride_qn, loaded, SHAPE, ROTATE)
-                k = _load_pairs(key, angles, rows, stride_kn, loaded, SHAPE, ROTATE)
-                scores = _dot_pairs(q, k, SHAPE, PRECISION)
+            if ROTATE:
+                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+                q0, q1 = _turn(q0, q1, c, s)
+                k0, k1 = _turn(k0, k1, c, s)
+            else:
+                v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+                g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
+            scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
+            if ROTATE:
+                v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+                g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
+                if ROTATE_VALUE:
+                    v0, v1 = _turn(v0, v1, c, s)
+            grad_weights = _dot_transposed(g0, g1, v0, v1, PRECISION)
             weights, grad_scores = _weights_and_score_gradient(
                 scores, grad_weights, count, scale, TILE, BLOCK_SIZE, ACTIVATION, CAUSAL
             )
-            grad_scores = grad_scores.to(dtype)
+            if ROTATE:  # once more, from the cache: they would occupy too many registers in between
+                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+                s = -_load_angles(sin, rows, stride_sin, loaded, SHAPE)
             weights = tl.trans(weights.to(dtype))
-            _store_products(
-                grad_value, angles, rows, stride_dvn, loaded, stored, weights, g, SHAPE_V, ROTATE_VALUE, PRECISION
-            )
-            grad_query += head * stride_dqh
-            _store_products(
-                grad_query, angles, rows, stride_dqn, loaded, stored, grad_scores, k, SHAPE, ROTATE, PRECISION
-            )
+            first = tl.dot(weights, g0, input_precision=PRECISION)
+            if ROTATE_VALUE:
+                second = tl.dot(weights, g1, input_precision=PRECISION)
+                first, second = _turn(first, second, c, s)
+                _store(grad_value, rows, stride_dvn, stored, first, second, SHAPE_V)
+            else:
+                _store_part(grad_value, rows, stride_dvn, stored, first, 0, SHAPE_V[1], SHAPE_V[2])
+                second = tl.dot(weights, g1, input_precision=PRECISION)
+                _store_part(grad_value, rows, stride_dvn, stored, second, SHAPE_V[1], SHAPE_V[0], SHAPE_V[2])
+            grad_scores = grad_scores.to(dtype)
+            first = tl.dot(grad_scores, k0, input_precision=PRECISION)
+            second = tl.dot(grad_scores, k1, input_precision=PRECISION)
+            if ROTATE:
+                first, second = _turn(first, second, c, s)
+            _store(grad_query + head * stride_dqh, rows, stride_dqn, stored, first, second, SHAPE)
             grad_scores = tl.trans(grad_scores)
-            _store_products(
-                grad_key, angles, rows, stride_dkn, loaded, stored, grad_scores, q, SHAPE, ROTATE, PRECISION
-            )
+            first = tl.dot(grad_scores, q0, input_precision=PRECISION)
+            second = tl.dot(grad_scores, q1, input_precision=PRECISION)
+            if ROTATE:
+                first, second = _turn(first, second, c, s)
+            _store(grad_key, rows, stride_dkn, stored, first, second, SHAPE)
         else:
-            v = _load_pairs(value, angles, rows, stride_vn, loaded, SHAPE_V, ROTATE_VALUE)
-            k = _load_pairs(key, angles, rows, stride_kn, loaded, SHAPE, ROTATE)
-            sums_k = ()
-            PART: tl.constexpr = SHAPE[2]
-            PAIRS: tl.constexpr = SHAPE[3]
-            for _i in tl.static_range(2 * PAIRS):
-                sums_k = sums_k + (tl.zeros([TILE, PART], dtype=tl.float32),)
-            sums_v = ()
-            PART_V: tl.constexpr = SHAPE_V[2]
-            PAIRS_V: tl.constexpr = SHAPE_V[3]
-            for _i in tl.static_range(2 * PAIRS_V):
-                sums_v = sums_v + (tl.zeros([TILE, PART_V], dtype=tl.float32),)
+            k0, k1 = _load(key, rows, stride_kn, loaded, SHAPE)
+            v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+            if ROTATE:
+                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+                k0, k1 = _turn(k0, k1, c, s)
+                if ROTATE_VALUE:
+                    v0, v1 = _turn(v0, v1, c, s)
+            HALF: tl.constexpr = SHAPE[2]
+            HALF_V: tl.constexpr = SHAPE_V[2]
+            sum_k0 = tl.zeros([TILE, HALF], dtype=tl.float32)
+            sum_k1 = tl.zeros([TILE, HALF], dtype=tl.float32)
+            sum_v0 = tl.zeros([TILE, HALF_V], dtype=tl.float32)
+            sum_v1 = tl.zeros([TILE, HALF_V], dtype=tl.float32)
             for member in tl.range(0, GROUP, num_stages=1):
                 query_head = head * GROUP + member
-                g = _load_pairs(grad_out + query_head * stride_gh, angles, rows, stride_gn, loaded, SHAPE_V, False)
-                q = _load_pairs(query + query_head * stride_qh, angles, rows, stride_qn, loaded, SHAPE, ROTATE)
+                q0, q1 = _load(query + query_head * stride_qh, rows, stride_qn, loaded, SHAPE)
+                g0, g1 = _load(grad_out + query_head * stride_gh, rows, stride_gn, loaded, SHAPE_V)
+                if ROTATE:
+                    c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+                    s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+                    q0, q1 = _turn(q0, q1, c, s)
+                scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
+                grad_weights = _dot_transposed(g0, g1, v0, v1, PRECISION)
                 weights, grad_scores = _weights_and_score_gradient(
-                    _dot_pairs(q, k, SHAPE, PRECISION),
-                    _dot_pairs(g, v, SHAPE_V, PRECISION),
-                    count,
-                    scale,
-                    TILE,
-                    BLOCK_SIZE,
-                    ACTIVATION,
-                    CAUSAL,
+                    scores, grad_weights, count, scale, TILE, BLOCK_SIZE, ACTIVATION, CAUSAL
                 )
+                weights = tl.trans(weights.to(dtype))
+                sum_v0 = tl.dot(weights, g0, sum_v0, input_precision=PRECISION)
+                sum_v1 = tl.dot(weights, g1, sum_v1, input_precision=PRECISION)
                 grad_scores = grad_scores.to(dtype)
-                sums_v = _add_products(sums_v, tl.trans(weights.to(dtype)), g, SHAPE_V, PRECISION)
-                _store_products(
-                    grad_query + query_head * stride_dqh,
-                    angles,
-                    rows,
-                    stride_dqn,
-                    loaded,
-                    stored,
-                    grad_scores,
-                    k,
-                    SHAPE,
-                    ROTATE,
-                    PRECISION,
-                )
-                sums_k = _add_products(sums_k, tl.trans(grad_scores), q, SHAPE, PRECISION)
-            for i in tl.static_range(PAIRS):
-                first, second = sums_k[2 * i], sums_k[2 * i + 1]
-                _store_pair(grad_key, angles, rows, stride_dkn, loaded, stored, first, second, i, SHAPE, ROTATE)
-            for i in tl.static_range(PAIRS_V):
-                first, second = sums_v[2 * i], sums_v[2 * i + 1]
-                _store_pair(
-                    grad_value, angles, rows, stride_dvn, loaded, stored, first, second, i, SHAPE_V, ROTATE_VALUE
-                )
+                first = tl.dot(grad_scores, k0, input_precision=PRECISION)
+                second = tl.dot(grad_scores, k1, input_precision=PRECISION)
+                if ROTATE:
+                    first, second = _turn(first, second, c, -s)
+                _store(grad_query + query_head * stride_dqh, rows, stride_dqn, stored, first, second, SHAPE)
+                grad_scores = tl.trans(grad_scores)
+                sum_k0 = tl.dot(grad_scores, q0, sum_k0, input_precision=PRECISION)
+                sum_k1 = tl.dot(grad_scores, q1, sum_k1, input_precision=PRECISION)
+            if ROTATE:
+                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+                sum_k0, sum_k1 = _turn(sum_k0, sum_k1, c, -s)
+                if ROTATE_VALUE:
+                    sum_v0, sum_v1 = _turn(sum_v0, sum_v1, c, -s)
+            _store(grad_key, rows, stride_dkn, stored, sum_k0, sum_k1, SHAPE)
+            _store(grad_value, rows, stride_dvn, stored, sum_v0, sum_v1, SHAPE_V)
 
 
-def part_shape(dim: int, rotated: bool) -> tuple[int, int, int, int]:
-    """(features, of which in the first half, features of a part, number of pairs of parts).
-
-    Rotated features fall into halves and smaller parts, because the angles take registers as well.
-    """
-    half = dim // 2 if rotated else min(dim, max(16, triton.next_power_of_2(dim) // 2))
-    part = max(16, triton.next_power_of_2(half))
-    if rotated and part > 32:
-        part = max(32, part // 2)
-    return dim, half, part, triton.cdiv(half, part)
+def halves(dim: int) -> tuple[int, int, int]:
+    """(features, features of the first half, padded size of a half); a power of two falls into equal halves."""
+    half = min(dim, max(16, triton.next_power_of_2(dim) // 2))
+    return dim, half, max(16, triton.next_power_of_2(half))
 
 
-def configuration(
-    query: Tensor, key: Tensor, value: Tensor, block_size: int, rotate: bool, rotate_value: bool
-) -> dict[str, Any]:
-    """Sizes of tiles and parts, and compiler options; from shapes and dtypes alone.
+def fuses_rotation(dim: int) -> bool:
+    """Whether the kernels rotate heads of this size; others are rotated in a pass of their own."""
+    return dim in (32, 64, 128, 256)
 
-    What counts on an H200 is the number of programs that a multiprocessor holds: 4 with 128 registers, 3 with 168. The
-    backward frees the values before it needs the other operands, which makes room for a fourth program; with angles
-    there are too few registers for that, and the other order needs fewer.
-    """
+
+def configuration(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> dict[str, Any]:
+    """Sizes of tiles, and the number of warps of both kernels; from shapes and dtypes alone."""
     tile = 64 if block_size <= 64 else 128
     narrow = query.element_size() == 2 and tile == 64 and max(query.shape[2], value.shape[2]) <= 128
-    grouped = key.shape[1] < query.shape[1]
-    warps = 4 if narrow else 8
     return {
         "tile": tile,
         "step": tile // block_size * block_size,
-        "shape": part_shape(query.shape[2], rotate),
-        "shape_value": part_shape(value.shape[2], rotate_value),
-        "forward": {"num_warps": warps, "maxnreg": 128 if narrow and rotate else None},
-        "backward": {
-            "SCORES_FIRST": rotate and narrow,
-            "num_warps": 8 if grouped else warps,
-            "maxnreg": (168 if rotate else 128) if narrow and not grouped else None,
-        },
-    }
-
-
-def _meta(
-    config: dict[str, Any], query: Tensor, block_size: int, cos: Tensor | None, rotate_value: bool
-) -> dict[str, Any]:
-    allow_tf32 = torch.backends.cuda.matmul.allow_tf32
-    return {
-        "SHAPE": config["shape"],
-        "SHAPE_V": config["shape_value"],
-        "TILE": config["tile"],
-        "BLOCK_SIZE": block_size,
-        "ROTATE": cos is not None,
-        "ROTATE_VALUE": rotate_value,
-        "PRECISION": "tf32" if allow_tf32 or query.element_size() == 2 else "tf32x3",
-        "num_stages": 1,
+        "forward_warps": 4 if narrow else 8,
+        "backward_warps": 4 if narrow and key.shape[1] == query.shape[1] else 8,
     }
 
 
 def list_tiles(cu_seqlens: Tensor, num_rows: int, step: int) -> Tensor:
-    """The tiles of a batch, (slots, 2): first row, and number of rows as in ``tiles_kernel``; nothing is synchronised."""
+    """The tiles of a batch, (slots, 2): first row, and number of rows as in ``tiles_kernel``. Nothing waits."""
     num_sequences = len(cu_seqlens) - 1
     num_slots = num_rows // step + num_sequences + 1
     tiles = torch.empty(num_slots, 2, dtype=torch.int64, device=cu_seqlens.device)
@@ -517,11 +437,11 @@ def forward(
     rotate_value: bool,
 ) -> Tensor:
     """Block attention of tensors on the current device; arguments as those of the custom op."""
-    query, key, value, cos, sin = (_with_dense_rows(x) for x in (query, key, value, cos, sin))
+    query, key, value, cos, sin, rotate_value = _prepare(query, key, value, cu_seqlens, cos, sin, rotate_value)
     out = query.new_empty(*query.shape[:2], value.shape[2])
     if not out.numel():
         return out
-    config = configuration(query, key, value, block_size, cos is not None, rotate_value)
+    config = configuration(query, key, value, block_size)
     tiles = list_tiles(cu_seqlens, len(query), config["step"])
     num_heads = query.shape[1]
     forward_kernel[(len(tiles) * num_heads,)](
@@ -537,10 +457,17 @@ def forward(
         *_row_strides(cos, sin),
         NUM_HEADS=num_heads,
         GROUP=num_heads // key.shape[1],
+        SHAPE=halves(query.shape[2]),
+        SHAPE_V=halves(value.shape[2]),
+        TILE=config["tile"],
+        BLOCK_SIZE=block_size,
         ACTIVATION=activation,
         CAUSAL=causal,
-        **_meta(config, query, block_size, cos, rotate_value),
-        **config["forward"],
+        ROTATE=cos is not None,
+        ROTATE_VALUE=rotate_value,
+        PRECISION=_precision(query),
+        num_warps=config["forward_warps"],
+        num_stages=1,
     )
     return out
 
@@ -560,11 +487,13 @@ def backward(
     rotate_value: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value; arguments as those of the custom op."""
-    grad_out, query, key, value, cos, sin = (_with_dense_rows(x) for x in (grad_out, query, key, value, cos, sin))
-    gradients = tuple(x.new_empty(x.shape) for x in (query, key, value))
+    angles, values_turned = (cos, sin), rotate_value
+    query, key, value, cos, sin, rotate_value = _prepare(query, key, value, cu_seqlens, cos, sin, rotate_value)
+    grad_out = _with_dense_rows(grad_out)
+    gradients = [x.new_empty(x.shape) for x in (query, key, value)]
     if not query.numel() or not value.numel():
         return tuple(gradient.zero_() for gradient in gradients)
-    config = configuration(query, key, value, block_size, cos is not None, rotate_value)
+    config = configuration(query, key, value, block_size)
     tiles = list_tiles(cu_seqlens, len(query), config["step"])
     num_kv_heads = key.shape[1]
     backward_kernel[(len(tiles) * num_kv_heads,)](
@@ -581,12 +510,49 @@ def backward(
         *_row_strides(cos, sin),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=query.shape[1] // num_kv_heads,
+        SHAPE=halves(query.shape[2]),
+        SHAPE_V=halves(value.shape[2]),
+        TILE=config["tile"],
+        BLOCK_SIZE=block_size,
         ACTIVATION=activation,
         CAUSAL=causal,
-        **_meta(config, query, block_size, cos, rotate_value),
-        **config["backward"],
+        ROTATE=cos is not None,
+        ROTATE_VALUE=rotate_value,
+        PRECISION=_precision(query),
+        num_warps=config["backward_warps"],
+        num_stages=1,
     )
-    return gradients
+    if angles[0] is not None and cos is None:
+        num_turned = 3 if values_turned else 2
+        gradients[:num_turned] = [rotate(x, *angles, True, cu_seqlens) for x in gradients[:num_turned]]
+    return tuple(gradients)
+
+
+def _prepare(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    rotate_value: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    """Operands as the kernels take them; no angles where the rotation has happened already."""
+    if cos is not None and not fuses_rotation(query.shape[2]):
+        query, key = (rotate(x, cos, sin, False, cu_seqlens) for x in (query, key))
+        value = rotate(value, cos, sin, False, cu_seqlens) if rotate_value else value
+        cos, sin, rotate_value = None, None, False
+    if cos is not None and query.dtype == torch.bfloat16 and cos.dtype == sin.dtype == torch.float32:
+        # Float16 angles are eight times as exact as bfloat16 tokens. Half of the bytes also means half of the
+        # registers, which pays for the conversion.
+        cos, sin = cos.half(), sin.half()
+    query, key, value, cos, sin = (_with_dense_rows(x) for x in (query, key, value, cos, sin))
+    return query, key, value, cos, sin, rotate_value
+
+
+def _precision(query: Tensor) -> str:
+    """How float32 products are taken: three times in TF32 is as exact as float32 itself, nearly."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 or query.element_size() == 2 else "tf32x3"
 
 
 def _with_dense_rows(x: Tensor | None) -> Tensor | None:

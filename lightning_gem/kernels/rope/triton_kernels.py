@@ -8,12 +8,14 @@ from torch import Tensor
 _ROWS = 32
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_sequences", "num_rows"])
 def rotary_kernel(
     x,
     cos,
     sin,
     out,
+    cu_seqlens,
+    num_sequences,
     num_rows,
     stride_n,
     stride_h,
@@ -30,24 +32,28 @@ def rotary_kernel(
     head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
     rows = (tl.program_id(0) // NUM_HEADS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.arange(0, PART)[None, :]
-    inside = rows < num_rows
+    stored = rows < num_rows
+    loaded = stored
+    if cu_seqlens is not None:
+        loaded = rows < tl.minimum(tl.load(cu_seqlens + num_sequences).to(tl.int64), num_rows)
     if HALF < PART:
-        inside = inside & (columns < HALF)
+        stored = stored & (columns < HALF)
+        loaded = loaded & (columns < HALF)
     source = x + head * stride_h + rows * stride_n + columns * stride_d
     target = out + (rows * NUM_HEADS + head) * (2 * HALF) + columns
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF * stride_d, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + rows * stride_cos + columns, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + rows * stride_sin + columns, mask=inside, other=0.0).to(tl.float32)
+    first = tl.load(source, mask=loaded, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF * stride_d, mask=loaded, other=0.0).to(tl.float32)
+    c = tl.load(cos + rows * stride_cos + columns, mask=loaded, other=0.0).to(tl.float32)
+    s = tl.load(sin + rows * stride_sin + columns, mask=loaded, other=0.0).to(tl.float32)
     if INVERSE:
         s = -s
     dtype = out.dtype.element_ty
-    tl.store(target, (first * c - second * s).to(dtype), mask=inside)
-    tl.store(target + HALF, (first * s + second * c).to(dtype), mask=inside)
+    tl.store(target, (first * c - second * s).to(dtype), mask=stored)
+    tl.store(target + HALF, (first * s + second * c).to(dtype), mask=stored)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
-    """Rotates tokens (N, H, D) of any strides on the current device."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool, cu_seqlens: Tensor | None = None) -> Tensor:
+    """Rotates tokens (N, H, D) of any strides on the current device; with offsets, slack is not read and becomes 0."""
     out = x.new_empty(x.shape)
     if not out.numel():
         return out
@@ -59,6 +65,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         cos,
         sin,
         out,
+        cu_seqlens,
+        0 if cu_seqlens is None else len(cu_seqlens) - 1,
         num_rows,
         *x.stride(),
         cos.stride(0),
