@@ -29,7 +29,7 @@ CASES: list[tuple[Any, ...]] = [
     ("grouped", 64, 4, 2, 64, 96, torch.bfloat16, torch.float32, False, None),
     ("blocks of 128", 128, 4, 4, 128, 128, torch.bfloat16, None, False, None),
     ("widest", 64, 4, 4, 256, 256, torch.bfloat16, torch.float16, True, "silu"),
-    ("float32", 128, 2, 1, 64, 64, torch.float32, None, False, None),
+    ("float32", 64, 2, 2, 64, 64, torch.float32, None, False, None),
 ]
 
 

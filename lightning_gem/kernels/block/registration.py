@@ -16,8 +16,9 @@ from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 128
-# Four operands and a matrix of weights share the memory of a multiprocessor.
-_MAX_TILE_BYTES = 32 * 1024
+# Largest operands, by the size of a number: four of them and the weights share the memory of a multiprocessor. Float32
+# products are taken in three parts, which need memory of their own.
+_MAX_TILE_NUMBERS = {2: 128 * 128, 4: 64 * 64}
 
 
 def interpreting() -> bool:
@@ -37,7 +38,7 @@ def why_not_triton(query: Tensor, value: Tensor, block_size: int) -> str | None:
     if dim > MAX_HEAD_DIM:
         return f"a head_dim is above {MAX_HEAD_DIM}"
     tile = 64 if block_size <= 64 else 128
-    if tile * dim * query.element_size() > _MAX_TILE_BYTES:
+    if tile * dim > _MAX_TILE_NUMBERS[query.element_size()]:
         return f"blocks of {block_size} tokens with {dim} features in {query.dtype} do not fit into shared memory"
     if query.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(query.device) < (8, 0):
         return "the GPU is older than sm_80"

@@ -257,7 +257,7 @@ def backward_kernel(
     stride_dvh,
     stride_cos,
     stride_sin,
-    NUM_KV_HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     SHAPE: tl.constexpr,
     SHAPE_V: tl.constexpr,
@@ -269,9 +269,9 @@ def backward_kernel(
     ROTATE_VALUE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of one key head: computes the weights again and stores all gradients. Nothing is summed in memory."""
-    slot = tl.program_id(0) // NUM_KV_HEADS
-    head = (tl.program_id(0) % NUM_KV_HEADS).to(tl.int64)
+    """One tile of one query head: computes the weights again and stores all gradients. Nothing is summed in memory."""
+    slot = tl.program_id(0) // NUM_HEADS
+    head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
     first_row = tl.load(tiles + 2 * slot)
     size = tl.load(tiles + 2 * slot + 1).to(tl.int32)
     if size != 0:
@@ -281,105 +281,56 @@ def backward_kernel(
         loaded = local < count
         stored = local < tl.abs(size)
         dtype = query.dtype.element_ty
-        key += head * stride_kh
-        value += head * stride_vh
+        key += head // GROUP * stride_kh
+        value += head // GROUP * stride_vh
         grad_key += head * stride_dkh
         grad_value += head * stride_dvh
-        if GROUP == 1:
-            q0, q1 = _load(query + head * stride_qh, rows, stride_qn, loaded, SHAPE)
-            k0, k1 = _load(key, rows, stride_kn, loaded, SHAPE)
-            grad_out += head * stride_gh
-            if ROTATE:
-                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
-                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
-                q0, q1 = _turn(q0, q1, c, s)
-                k0, k1 = _turn(k0, k1, c, s)
-            else:
-                v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
-                g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
-            scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
-            if ROTATE:
-                v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
-                g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
-                if ROTATE_VALUE:
-                    v0, v1 = _turn(v0, v1, c, s)
-            grad_weights = _dot_transposed(g0, g1, v0, v1, PRECISION)
-            weights, grad_scores = _weights_and_score_gradient(
-                scores, grad_weights, count, scale, TILE, BLOCK_SIZE, ACTIVATION, CAUSAL
-            )
-            if ROTATE:  # once more, from the cache: they would occupy too many registers in between
-                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
-                s = -_load_angles(sin, rows, stride_sin, loaded, SHAPE)
-            weights = tl.trans(weights.to(dtype))
-            first = tl.dot(weights, g0, input_precision=PRECISION)
-            if ROTATE_VALUE:
-                second = tl.dot(weights, g1, input_precision=PRECISION)
-                first, second = _turn(first, second, c, s)
-                _store(grad_value, rows, stride_dvn, stored, first, second, SHAPE_V)
-            else:
-                _store_part(grad_value, rows, stride_dvn, stored, first, 0, SHAPE_V[1], SHAPE_V[2])
-                second = tl.dot(weights, g1, input_precision=PRECISION)
-                _store_part(grad_value, rows, stride_dvn, stored, second, SHAPE_V[1], SHAPE_V[0], SHAPE_V[2])
-            grad_scores = grad_scores.to(dtype)
-            first = tl.dot(grad_scores, k0, input_precision=PRECISION)
-            second = tl.dot(grad_scores, k1, input_precision=PRECISION)
-            if ROTATE:
-                first, second = _turn(first, second, c, s)
-            _store(grad_query + head * stride_dqh, rows, stride_dqn, stored, first, second, SHAPE)
-            grad_scores = tl.trans(grad_scores)
-            first = tl.dot(grad_scores, q0, input_precision=PRECISION)
-            second = tl.dot(grad_scores, q1, input_precision=PRECISION)
-            if ROTATE:
-                first, second = _turn(first, second, c, s)
-            _store(grad_key, rows, stride_dkn, stored, first, second, SHAPE)
+        q0, q1 = _load(query + head * stride_qh, rows, stride_qn, loaded, SHAPE)
+        k0, k1 = _load(key, rows, stride_kn, loaded, SHAPE)
+        grad_out += head * stride_gh
+        if ROTATE:
+            c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+            s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
+            q0, q1 = _turn(q0, q1, c, s)
+            k0, k1 = _turn(k0, k1, c, s)
         else:
-            k0, k1 = _load(key, rows, stride_kn, loaded, SHAPE)
             v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
-            if ROTATE:
-                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
-                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
-                k0, k1 = _turn(k0, k1, c, s)
-                if ROTATE_VALUE:
-                    v0, v1 = _turn(v0, v1, c, s)
-            HALF: tl.constexpr = SHAPE[2]
-            HALF_V: tl.constexpr = SHAPE_V[2]
-            sum_k0 = tl.zeros([TILE, HALF], dtype=tl.float32)
-            sum_k1 = tl.zeros([TILE, HALF], dtype=tl.float32)
-            sum_v0 = tl.zeros([TILE, HALF_V], dtype=tl.float32)
-            sum_v1 = tl.zeros([TILE, HALF_V], dtype=tl.float32)
-            for member in tl.range(0, GROUP, num_stages=1):
-                query_head = head * GROUP + member
-                q0, q1 = _load(query + query_head * stride_qh, rows, stride_qn, loaded, SHAPE)
-                g0, g1 = _load(grad_out + query_head * stride_gh, rows, stride_gn, loaded, SHAPE_V)
-                if ROTATE:
-                    c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
-                    s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
-                    q0, q1 = _turn(q0, q1, c, s)
-                scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
-                grad_weights = _dot_transposed(g0, g1, v0, v1, PRECISION)
-                weights, grad_scores = _weights_and_score_gradient(
-                    scores, grad_weights, count, scale, TILE, BLOCK_SIZE, ACTIVATION, CAUSAL
-                )
-                weights = tl.trans(weights.to(dtype))
-                sum_v0 = tl.dot(weights, g0, sum_v0, input_precision=PRECISION)
-                sum_v1 = tl.dot(weights, g1, sum_v1, input_precision=PRECISION)
-                grad_scores = grad_scores.to(dtype)
-                first = tl.dot(grad_scores, k0, input_precision=PRECISION)
-                second = tl.dot(grad_scores, k1, input_precision=PRECISION)
-                if ROTATE:
-                    first, second = _turn(first, second, c, -s)
-                _store(grad_query + query_head * stride_dqh, rows, stride_dqn, stored, first, second, SHAPE)
-                grad_scores = tl.trans(grad_scores)
-                sum_k0 = tl.dot(grad_scores, q0, sum_k0, input_precision=PRECISION)
-                sum_k1 = tl.dot(grad_scores, q1, sum_k1, input_precision=PRECISION)
-            if ROTATE:
-                c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
-                s = _load_angles(sin, rows, stride_sin, loaded, SHAPE)
-                sum_k0, sum_k1 = _turn(sum_k0, sum_k1, c, -s)
-                if ROTATE_VALUE:
-                    sum_v0, sum_v1 = _turn(sum_v0, sum_v1, c, -s)
-            _store(grad_key, rows, stride_dkn, stored, sum_k0, sum_k1, SHAPE)
-            _store(grad_value, rows, stride_dvn, stored, sum_v0, sum_v1, SHAPE_V)
+            g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
+        scores = _dot_transposed(q0, q1, k0, k1, PRECISION)
+        if ROTATE:
+            v0, v1 = _load(value, rows, stride_vn, loaded, SHAPE_V)
+            g0, g1 = _load(grad_out, rows, stride_gn, loaded, SHAPE_V)
+            if ROTATE_VALUE:
+                v0, v1 = _turn(v0, v1, c, s)
+        grad_weights = _dot_transposed(g0, g1, v0, v1, PRECISION)
+        weights, grad_scores = _weights_and_score_gradient(
+            scores, grad_weights, count, scale, TILE, BLOCK_SIZE, ACTIVATION, CAUSAL
+        )
+        if ROTATE:  # once more, from the cache: they would occupy too many registers in between
+            c = _load_angles(cos, rows, stride_cos, loaded, SHAPE)
+            s = -_load_angles(sin, rows, stride_sin, loaded, SHAPE)
+        weights = tl.trans(weights.to(dtype))
+        first = tl.dot(weights, g0, input_precision=PRECISION)
+        if ROTATE_VALUE:
+            second = tl.dot(weights, g1, input_precision=PRECISION)
+            first, second = _turn(first, second, c, s)
+            _store(grad_value, rows, stride_dvn, stored, first, second, SHAPE_V)
+        else:
+            _store_part(grad_value, rows, stride_dvn, stored, first, 0, SHAPE_V[1], SHAPE_V[2])
+            second = tl.dot(weights, g1, input_precision=PRECISION)
+            _store_part(grad_value, rows, stride_dvn, stored, second, SHAPE_V[1], SHAPE_V[0], SHAPE_V[2])
+        grad_scores = grad_scores.to(dtype)
+        first = tl.dot(grad_scores, k0, input_precision=PRECISION)
+        second = tl.dot(grad_scores, k1, input_precision=PRECISION)
+        if ROTATE:
+            first, second = _turn(first, second, c, s)
+        _store(grad_query + head * stride_dqh, rows, stride_dqn, stored, first, second, SHAPE)
+        grad_scores = tl.trans(grad_scores)
+        first = tl.dot(grad_scores, q0, input_precision=PRECISION)
+        second = tl.dot(grad_scores, q1, input_precision=PRECISION)
+        if ROTATE:
+            first, second = _turn(first, second, c, s)
+        _store(grad_key, rows, stride_dkn, stored, first, second, SHAPE)
 
 
 def halves(dim: int) -> tuple[int, int, int]:
@@ -393,15 +344,14 @@ def fuses_rotation(dim: int) -> bool:
     return dim in (32, 64, 128, 256)
 
 
-def configuration(query: Tensor, key: Tensor, value: Tensor, block_size: int) -> dict[str, Any]:
-    """Sizes of tiles, and the number of warps of both kernels; from shapes and dtypes alone."""
+def configuration(query: Tensor, value: Tensor, block_size: int) -> dict[str, Any]:
+    """Sizes of tiles and the number of warps, from shapes and dtypes alone."""
     tile = 64 if block_size <= 64 else 128
     narrow = query.element_size() == 2 and tile == 64 and max(query.shape[2], value.shape[2]) <= 128
     return {
         "tile": tile,
         "step": tile // block_size * block_size,
-        "forward_warps": 4 if narrow else 8,
-        "backward_warps": 4 if narrow and key.shape[1] == query.shape[1] else 8,
+        "num_warps": 4 if narrow else 8,
     }
 
 
@@ -441,7 +391,7 @@ def forward(
     out = query.new_empty(*query.shape[:2], value.shape[2])
     if not out.numel():
         return out
-    config = configuration(query, key, value, block_size)
+    config = configuration(query, value, block_size)
     tiles = list_tiles(cu_seqlens, len(query), config["step"])
     num_heads = query.shape[1]
     forward_kernel[(len(tiles) * num_heads,)](
@@ -466,7 +416,7 @@ def forward(
         ROTATE=cos is not None,
         ROTATE_VALUE=rotate_value,
         PRECISION=_precision(query),
-        num_warps=config["forward_warps"],
+        num_warps=config["num_warps"],
         num_stages=1,
     )
     return out
@@ -490,13 +440,17 @@ def backward(
     angles, values_turned = (cos, sin), rotate_value
     query, key, value, cos, sin, rotate_value = _prepare(query, key, value, cu_seqlens, cos, sin, rotate_value)
     grad_out = _with_dense_rows(grad_out)
+    num_heads, group = query.shape[1], query.shape[1] // key.shape[1]
     gradients = [x.new_empty(x.shape) for x in (query, key, value)]
     if not query.numel() or not value.numel():
         return tuple(gradient.zero_() for gradient in gradients)
-    config = configuration(query, key, value, block_size)
+    config = configuration(query, value, block_size)
     tiles = list_tiles(cu_seqlens, len(query), config["step"])
-    num_kv_heads = key.shape[1]
-    backward_kernel[(len(tiles) * num_kv_heads,)](
+    if group > 1:  # what every query head contributes to its key head
+        gradients[1:] = [
+            torch.empty(len(x), num_heads, x.shape[2], dtype=torch.float32, device=x.device) for x in (key, value)
+        ]
+    backward_kernel[(len(tiles) * num_heads,)](
         grad_out,
         query,
         key,
@@ -508,8 +462,8 @@ def backward(
         scale,
         *_strides(grad_out, query, key, value, *gradients),
         *_row_strides(cos, sin),
-        NUM_KV_HEADS=num_kv_heads,
-        GROUP=query.shape[1] // num_kv_heads,
+        NUM_HEADS=num_heads,
+        GROUP=group,
         SHAPE=halves(query.shape[2]),
         SHAPE_V=halves(value.shape[2]),
         TILE=config["tile"],
@@ -519,9 +473,11 @@ def backward(
         ROTATE=cos is not None,
         ROTATE_VALUE=rotate_value,
         PRECISION=_precision(query),
-        num_warps=config["backward_warps"],
+        num_warps=config["num_warps"],
         num_stages=1,
     )
+    if group > 1:
+        gradients[1:] = [x.unflatten(1, (-1, group)).sum(2).to(query.dtype) for x in gradients[1:]]
     if angles[0] is not None and cos is None:
         num_turned = 3 if values_turned else 2
         gradients[:num_turned] = [rotate(x, *angles, True, cu_seqlens) for x in gradients[:num_turned]]
@@ -551,7 +507,7 @@ def _prepare(
 
 
 def _precision(query: Tensor) -> str:
-    """How float32 products are taken: three times in TF32 is as exact as float32 itself, nearly."""
+    """How float32 products are taken: three times in TF32 is nearly as exact as float32 itself."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 or query.element_size() == 2 else "tf32x3"
 
 
