@@ -23,6 +23,7 @@ CASES: dict[str, tuple[list[int], int, int, int, int, dict[str, Any]]] = {
     "wide and narrow": ([20], 1, 1, 256, 16, {}),
     "one feature": ([20], 1, 1, 1, 3, {}),
     "rotated": ([64, 1], 1, 1, 128, 128, {"rotary": True}),
+    "wide, rotated": ([20], 1, 1, 256, 256, {"rotary": True, "rotate_value": True}),
     "rotated values": ([20], 1, 1, 64, 64, {"rotary": True, "rotate_value": True, "causal": True}),
     "relu": ([20], 1, 1, 32, 32, {"activation": "relu", "softmax_scale": 1.0}),
     "relu_squared": ([20], 1, 1, 32, 32, {"activation": "relu_squared"}),

@@ -111,3 +111,16 @@ def test_rotation_leaves_slack_unread():
     actual = rotary_kernels.rotate(x, angle.cos(), angle.sin(), False, offsets([3, 0, 4]))
     torch.testing.assert_close(actual[:7], expected[:7])
     assert (actual[7:] == 0).all()
+
+
+def test_rotation_of_rows_that_are_not_aligned():
+    fused = tokens(7, 3, 36, dtype=torch.float32)
+    query, key, value = (part[..., 3:35] for part in fused.split(1, dim=1))
+    angle = tokens(7, 17, seed=1, dtype=torch.float32)[:, 1:]
+    inputs = (query, key, value)
+    options = {"rotary": (angle.cos(), angle.sin()), "rotate_value": True}
+    actual = with_gradients(lambda q, k, v: block_attention(q, k, v, offsets([7]), **options), *inputs)
+    expected = with_gradients(
+        lambda q, k, v: block_attention(q, k, v, offsets([7]), backend="reference", **options), *inputs
+    )
+    assert_close(actual, expected, tolerance=1e-4)

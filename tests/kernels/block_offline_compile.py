@@ -25,6 +25,7 @@ CASES: list[tuple[Any, ...]] = [
     ("softmax", 64, 4, 4, 128, 128, torch.bfloat16, None, False, None),
     ("rotary fp16", 64, 4, 4, 128, 128, torch.bfloat16, torch.float16, False, None),
     ("rotary fp32", 64, 4, 4, 128, 128, torch.bfloat16, torch.float32, True, None),
+    ("odd rotary", 64, 2, 2, 40, 40, torch.bfloat16, torch.float32, True, None),
     ("gelu", 16, 4, 4, 64, 64, torch.float16, None, False, "gelu"),
     ("grouped", 64, 4, 2, 64, 96, torch.bfloat16, torch.float32, False, None),
     ("blocks of 128", 128, 4, 4, 128, 128, torch.bfloat16, None, False, None),

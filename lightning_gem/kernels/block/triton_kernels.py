@@ -502,8 +502,9 @@ def _prepare(
         # Float16 angles are eight times as exact as bfloat16 tokens. Half of the bytes also means half of the
         # registers, which pays for the conversion.
         cos, sin = cos.half(), sin.half()
-    query, key, value, cos, sin = (_with_dense_rows(x) for x in (query, key, value, cos, sin))
-    return query, key, value, cos, sin, rotate_value
+    if cos is not None:
+        query, key, value, cos, sin = (_with_aligned_rows(x) for x in (query, key, value, cos, sin))
+    return *(_with_dense_rows(x) for x in (query, key, value)), cos, sin, rotate_value
 
 
 def _precision(query: Tensor) -> str:
@@ -514,6 +515,12 @@ def _precision(query: Tensor) -> str:
 def _with_dense_rows(x: Tensor | None) -> Tensor | None:
     """The features of one row must lie side by side; rows and heads may lie anywhere."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _with_aligned_rows(x: Tensor) -> Tensor:
+    """Operands of fused rotations: Triton 3.6 gave wrong results where it could not load rows in 16-byte pieces."""
+    aligned = x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+    return x if aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
