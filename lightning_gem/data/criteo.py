@@ -95,6 +95,10 @@ class CriteoTSV(ParquetStream):
         self._convert()
         super().setup(stage)
 
+    def _how_to_give(self, split: str) -> str:
+        share = f", or set data.init_args.{split}_fraction above 0" if split != "train" else ""
+        return f"name its files as {split} (data.init_args.{split}){share}"
+
     def _convert(self) -> None:
         files = {split: expand_paths(paths, suffix="") for split, paths in self.files.items()}
         every = [file for group in files.values() for file in group]

@@ -233,11 +233,21 @@ class LogConfig:
 
     @property
     def outcome_columns(self) -> set[str]:
-        """Columns that are not known before the event: outcomes, labels, and what follows from them."""
+        """Columns that are not known before the event: outcomes, labels, weights, what they follow from, and what
+        follows from them.
+
+        A label that is computed from one column makes that column an outcome. Of a ratio one side may be known, as is
+        the length of a video beside the time it was watched: unless an outcome is among the two, it is the numerator.
+        """
         outcomes = {*self.outcomes, *(task.source for task in self.schema.tasks)}
+        outcomes |= {task.weight for task in self.schema.tasks if task.weight}
         for derived in reversed(self.derived):
-            if derived.op == "at_least" and derived.name in outcomes:
+            if derived.name not in outcomes:
+                continue
+            if derived.op in ("at_least", "bucket"):
                 outcomes.update(derived.columns)
+            if derived.op == "ratio" and not outcomes.intersection(derived.columns):
+                outcomes.add(derived.columns[0])
         for join in self.joins:
             if join.keys[0] in outcomes:
                 outcomes.update(join.names)

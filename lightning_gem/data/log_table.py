@@ -117,6 +117,17 @@ def read_log(config: LogConfig) -> Log:
     return Log(config, table, parts, where, none, none, none, none)
 
 
+def read_original(config: LogConfig, columns: list[str]) -> pa.Table:
+    """Columns of the log and of its joins, rows in the order of the files."""
+    joins = [join for join in config.joins if set(columns).intersection(join.names)]
+    joined = {name for join in joins for name in join.names}
+    own = sorted({*columns, *(join.keys[0] for join in joins)} - joined)
+    table = concat_tables([read_columns(path, own) for path in config.log], config.log)
+    for join in joins:
+        table = join_table(table, join, config.numeric_columns, config.log[0])
+    return table.select(columns)
+
+
 def sort_log(log: Log) -> None:
     """Drops duplicates (the first of the files stays) and sorts by time, then ``order``, then position in the files."""
     config, table = log.config, log.table

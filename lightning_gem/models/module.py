@@ -147,9 +147,9 @@ class GEMModule(LightningModule):
         self._log_evaluation("test", self.test_metrics, self.test_gauc)
 
     def predict_step(self, batch: RecBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Row, user, and probability and label of every task."""
+        """Row, user's key, time, and probability and label of every task."""
         probabilities = torch.sigmoid(self(batch).float())
-        columns = {"row": batch.row, "user": batch.user}
+        columns = {"row": batch.row, "user": batch.user, "time": batch.request_timestamps}
         for i, task in enumerate(self.tasks):
             columns[f"{task.name}_prediction"] = probabilities[:, i]
             columns[f"{task.name}_label"] = batch.labels[:, i]
