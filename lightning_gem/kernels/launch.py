@@ -13,7 +13,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # Read once: Triton itself reads the variable when it is imported, and torch.compile need not look at either.
-_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 

@@ -10,13 +10,13 @@ from kernel_cases import assert_close, offsets, qkv, tokens, with_gradients
 
 from lightning_gem.kernels import block_attention
 from lightning_gem.kernels.block import triton_kernels
-from lightning_gem.kernels.block.registration import interpreting
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.rope import triton_kernels as rotary_kernels
 from lightning_gem.kernels.rope.reference import rotary_halves
 
 
 def test_this_is_the_interpreter():
-    assert interpreting()
+    assert interpreted()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,7 +1,6 @@
 """Which code computes an attention op: the reference, the portable Triton kernels, or those for one architecture."""
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -9,14 +8,10 @@ from torch import Tensor
 
 from lightning_gem.kernels.attention import reference
 from lightning_gem.kernels.attention.spec import AttentionSpec
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import Schedules
 
 MAX_HEAD_DIM = 256
-
-
-def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def choose(
@@ -52,7 +47,7 @@ def choose(
 
 
 def _why_not_triton(query: Tensor, value: Tensor) -> str | None:
-    if not query.is_cuda and not (query.device.type == "cpu" and interpreting()):
+    if not query.is_cuda and not (query.device.type == "cpu" and interpreted()):
         return f"the tensors are on {query.device}"
     if query.dtype == torch.float64:
         return "float64 has no matrix units"

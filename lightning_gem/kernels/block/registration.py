@@ -1,7 +1,6 @@
 """Block attention as two custom ops, forward and backward, opaque to the compiler."""
 
 import contextlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.block.reference import block_attention_bucketed
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
 MAX_HEAD_DIM = 256
@@ -21,14 +21,9 @@ MAX_BLOCK_SIZE = 128
 _MAX_TILE_NUMBERS = {2: 128 * 128, 4: 64 * 64}
 
 
-def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
-
-
 def why_not_triton(query: Tensor, value: Tensor, block_size: int) -> str | None:
     """Why the Triton kernels cannot do this work, from shapes, dtypes and devices alone; None if they can."""
-    if query.device.type != "cuda" and not (query.device.type == "cpu" and interpreting()):
+    if query.device.type != "cuda" and not (query.device.type == "cpu" and interpreted()):
         return f"the tensors are on {query.device}"
     if query.dtype == torch.float64:
         return "float64 has no matrix units"

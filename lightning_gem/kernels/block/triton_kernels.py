@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gem.kernels.block.triton_activations import activate, activate_with_derivative
 from lightning_gem.kernels.rope.triton_kernels import rotate
+from lightning_gem.kernels.triton_activations import CODES, activate, activate_with_derivative
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _SLOTS_PER_PROGRAM = 128
@@ -191,7 +191,7 @@ def forward_kernel(
         if ACTIVATION is None:
             weights, factor = _softmax(scores, count, scale, TILE, BLOCK_SIZE, CAUSAL)
         else:
-            weights = activate(scores * scale, ACTIVATION)
+            weights = activate(scores * scale, ACTIVATION, False)
             if CAUSAL or BLOCK_SIZE < TILE:
                 weights = tl.where(_visible(count, TILE, BLOCK_SIZE, CAUSAL), weights, 0.0)
         weights = weights.to(value.dtype.element_ty)
@@ -219,7 +219,7 @@ def _weights_and_score_gradient(
         weights *= factor[:, None]
         grad = weights * (grad_weights - tl.sum(weights * grad_weights, axis=1)[:, None]) * scale
     else:
-        weights, slope = activate_with_derivative(scores * scale, ACTIVATION)
+        weights, slope = activate_with_derivative(scores * scale, ACTIVATION, False)
         grad = grad_weights * slope * scale
         if CAUSAL or BLOCK_SIZE < TILE:
             visible = _visible(count, TILE, BLOCK_SIZE, CAUSAL)
@@ -411,7 +411,7 @@ def forward(
         SHAPE_V=halves(value.shape[2]),
         TILE=config["tile"],
         BLOCK_SIZE=block_size,
-        ACTIVATION=activation,
+        ACTIVATION=None if activation is None else CODES[activation],
         CAUSAL=causal,
         ROTATE=cos is not None,
         ROTATE_VALUE=rotate_value,
@@ -468,7 +468,7 @@ def backward(
         SHAPE_V=halves(value.shape[2]),
         TILE=config["tile"],
         BLOCK_SIZE=block_size,
-        ACTIVATION=activation,
+        ACTIVATION=None if activation is None else CODES[activation],
         CAUSAL=causal,
         ROTATE=cos is not None,
         ROTATE_VALUE=rotate_value,
