@@ -10,11 +10,11 @@ import torch
 from kernel_cases import assert_close, offsets, qkv, tokens, with_gradients
 
 from lightning_gem.kernels import gdpa, jagged_flash_attention, kernel_info, pffn, pma_attention
-from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.attention.triton_schedule import fill_schedule
 from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
 from lightning_gem.kernels.dot_product.reference import gdpa_loop
 from lightning_gem.kernels.flash.reference import attention_loop
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import TileSchedule, build_tile_schedule
 
 assert interpreted()
