@@ -38,9 +38,9 @@ TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 def argument_type(name: str, dtype: str) -> str:
     if name in ("lse_ptr", "delta_ptr", "grad_lse_ptr"):
         return "*fp32"
-    if name in ("offsets_q", "offsets_k", "tiled", "other"):
+    if name in ("offsets", "offsets_q", "offsets_k", "tiled", "other"):
         return "*i64"
-    if name in ("schedule_ptr", "codes_ptr", "targets_ptr", "sequence_out", "tile_out", "num_tiles_out"):
+    if name in ("schedule_ptr", "packing_ptr", "codes_ptr", "targets_ptr", "sequence_out", "tile_out", "num_tiles_out"):
         return "*i32"
     if name.endswith("_ptr"):
         return f"*{dtype}"
