@@ -54,8 +54,8 @@ def kernel_info(
 
     Returns:
         ``backend`` (``reference``, ``triton``, ``packed`` or ``hopper``); ``arch`` (``sm_90`` and the like,
-        ``interpreter``, or the type of device); ``config``: block sizes per kernel, empty for the reference; ``emulated``: whether a precision
-        is imitated that the device lacks, which these ops never do.
+        ``interpreter``, or the type of device); ``config``: block sizes per kernel, empty for the reference;
+        ``emulated``: whether a precision is imitated that the device lacks, which these ops never do.
 
     Raises:
         ValueError: For another op, and for what the op itself refuses.

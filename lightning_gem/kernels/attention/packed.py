@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_gem.kernels.attention.blocks import padded_dim
-from lightning_gem.kernels.attention.dispatch import interpreting
 from lightning_gem.kernels.attention.spec import AttentionSpec
 from lightning_gem.kernels.attention.triton_activations import CODES
 from lightning_gem.kernels.attention.triton_kernels import _operands
@@ -83,7 +82,9 @@ def block_rows(longest: int) -> int:
 def choose_blocks(query: Tensor, key: Tensor, value: Tensor, longest: int, backward: bool) -> PackedBlocks:
     """Rules, not tuning at run time."""
     block = block_rows(longest)
-    return PackedBlocks(block, turns=1, num_warps=4 if block == 64 else 8, num_stages=1)
+    large = max(query.shape[2], value.shape[2]) > 64 or query.dtype == torch.float32 or query.shape[1] > key.shape[1]
+    num_warps = 8 if block == 128 or (backward and large) else 4
+    return PackedBlocks(block, turns=1, num_warps=num_warps, num_stages=1)
 
 
 def configuration(
@@ -253,6 +254,7 @@ def _constants(
         "HAS_RIGHT": spec.right >= 0,
         "PRECISION": "ieee" if full_precision else "tf32",
         "FAST": query.is_cuda and torch.version.hip is None and query.dtype != torch.float32,
+        "ISOLATE": True,
         "num_warps": blocks.num_warps,
         "num_stages": blocks.num_stages,
     }

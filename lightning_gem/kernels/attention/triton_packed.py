@@ -61,7 +61,17 @@ def packing_kernel(
 
 
 @triton.jit
-def _tile(packing_ptr, offsets, entry, num_rows, num_sequences, num_chunks, capacity, BLOCK: tl.constexpr, STARTS: tl.constexpr):
+def _tile(
+    packing_ptr,
+    offsets,
+    entry,
+    num_rows,
+    num_sequences,
+    num_chunks,
+    capacity,
+    BLOCK: tl.constexpr,
+    STARTS: tl.constexpr,
+):
     """First row (int64), rows to write, and rows to read: entries behind the last tile stand for slack rows."""
     total = tl.load(offsets + num_sequences).to(tl.int64)
     start = tl.load(packing_ptr + entry).to(tl.int64)
@@ -86,6 +96,77 @@ def _visible(starts_base, count, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.
     if HAS_RIGHT:
         visible = visible & (distance <= right)
     return visible
+
+
+@triton.jit
+def _finite(tile):
+    """The tile with zeros for what is not finite, and whether each row was finite."""
+    finite = (tile - tile) == 0
+    return tl.where(finite, tile, 0.0).to(tile.dtype), tl.min(finite.to(tl.int32), axis=1) != 0
+
+
+@triton.jit
+def _forward_head(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    out_ptr,
+    lse_ptr,
+    start,
+    written,
+    count,
+    head,
+    visible,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_om,
+    stride_oh,
+    stride_lse,
+    scale,
+    out_scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    CODES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+    ISOLATE: tl.constexpr,
+):
+    """One head of a tile. ISOLATE: what is not finite in a sequence stays there, where 0 * inf would spread it."""
+    rows = tl.arange(0, BLOCK)
+    head_kv = head // GROUP
+    query = load_rows(query_ptr + start * stride_qm + head * stride_qh, rows, stride_qm, count, DIM, BLOCK_D, True)
+    key = load_rows(key_ptr + start * stride_kn + head_kv * stride_kh, rows, stride_kn, count, DIM, BLOCK_D, True)
+    value_base = value_ptr + start * stride_vn + head_kv * stride_vh
+    value = load_rows(value_base, rows, stride_vn, count, DIM_V, BLOCK_DV, True)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    if SOFTMAX:
+        scores = tl.where(visible, scores * (scale * LOG2_E), float("-inf"))
+        maximum = tl.max(scores, axis=1)
+        weights = tl.exp2(scores - maximum[:, None])
+        denominator = tl.sum(weights, axis=1)
+        lse = tl.where(rows < count, (maximum + tl.log2(denominator)) * LN_2, 0.0)
+        tl.store(lse_ptr + head * stride_lse + start + rows, lse, mask=rows < written)
+    else:
+        weights = activate(scores * scale, query_ptr, head, CODES, False, FAST)
+        weights = tl.where(visible, weights, 0.0)
+    if ISOLATE:
+        value, finite = _finite(value)
+        weights = tl.where(visible & ~finite[None, :], float("nan"), weights)
+    out = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+    if SOFTMAX:
+        out = out / denominator[:, None]
+    else:
+        out = out * out_scale
+    store_rows(out_ptr + start * stride_om + head * stride_oh, rows, stride_om, written, out, DIM_V, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -129,6 +210,7 @@ def packed_forward_kernel(
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
+    ISOLATE: tl.constexpr,
 ):
     """One program per tile and TURNS heads."""
     entry = tl.program_id(0) // (HEADS // TURNS)
@@ -139,29 +221,125 @@ def packed_forward_kernel(
     if written <= 0:
         return
     visible = _visible(packing_ptr + 2 * capacity + start, count, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
-    rows = tl.arange(0, BLOCK)
     for turn in range(TURNS):
         head = (first_head + turn).to(tl.int64)
-        head_kv = head // GROUP
-        query = load_rows(query_ptr + start * stride_qm + head * stride_qh, rows, stride_qm, count, DIM, BLOCK_D, True)
-        key = load_rows(key_ptr + start * stride_kn + head_kv * stride_kh, rows, stride_kn, count, DIM, BLOCK_D, True)
-        value = load_rows(
-            value_ptr + start * stride_vn + head_kv * stride_vh, rows, stride_vn, count, DIM_V, BLOCK_DV, True
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        if SOFTMAX:
-            scores = tl.where(visible, scores * (scale * LOG2_E), float("-inf"))
-            maximum = tl.max(scores, axis=1)
-            weights = tl.exp2(scores - maximum[:, None])
-            denominator = tl.sum(weights, axis=1)
-            out = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION) / denominator[:, None]
-            lse = tl.where(rows < count, (maximum + tl.log2(denominator)) * LN_2, 0.0)
-            tl.store(lse_ptr + head * stride_lse + start + rows, lse, mask=rows < written)
-        else:
-            weights = activate(scores * scale, query_ptr, head, CODES, False, FAST)
-            weights = tl.where(visible, weights, 0.0)
-            out = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION) * out_scale
-        store_rows(out_ptr + start * stride_om + head * stride_oh, rows, stride_om, written, out, DIM_V, BLOCK_DV)
+        _forward_head(
+            query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, start, written, count, head, visible,
+            stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
+            scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, PRECISION, FAST, ISOLATE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _backward_head(
+    grad_key,
+    grad_value,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    grad_out_ptr,
+    lse_ptr,
+    grad_lse_ptr,
+    grad_query_ptr,
+    start,
+    written,
+    count,
+    head,
+    visible,
+    stride_qm,
+    stride_qh,
+    stride_kn,
+    stride_kh,
+    stride_vn,
+    stride_vh,
+    stride_gm,
+    stride_gh,
+    stride_gqm,
+    stride_gqh,
+    stride_lse,
+    scale,
+    out_scale,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    CODES: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FAST: tl.constexpr,
+    ISOLATE: tl.constexpr,
+):
+    """Stores the gradient of the queries of a head, and adds to those of its keys and values; see ``_forward_head``."""
+    rows = tl.arange(0, BLOCK)
+    head_kv = head // GROUP
+    query = load_rows(query_ptr + start * stride_qm + head * stride_qh, rows, stride_qm, count, DIM, BLOCK_D, True)
+    key = load_rows(key_ptr + start * stride_kn + head_kv * stride_kh, rows, stride_kn, count, DIM, BLOCK_D, True)
+    value_base = value_ptr + start * stride_vn + head_kv * stride_vh
+    value = load_rows(value_base, rows, stride_vn, count, DIM_V, BLOCK_DV, True)
+    grad_base = grad_out_ptr + start * stride_gm + head * stride_gh
+    grad = load_rows(grad_base, rows, stride_gm, count, DIM_V, BLOCK_DV, True)
+    scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
+    if SOFTMAX:
+        stats = head * stride_lse + start + rows
+        lse = tl.load(lse_ptr + stats, mask=rows < count, other=0.0) * LOG2_E
+        weights = tl.where(visible, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
+        grad_weights = tl.where(visible, grad_weights, 0.0)
+        delta = tl.sum(weights * grad_weights, axis=1)
+        if HAS_GRAD_LSE:
+            delta -= tl.load(grad_lse_ptr + stats, mask=rows < count, other=0.0)
+        grad_scores = weights * (grad_weights - delta[:, None])
+    else:
+        weights, slope = activate_with_derivative(scores * scale, query_ptr, head, CODES, False, FAST)
+        weights = tl.where(visible, weights, 0.0)
+        grad_scores = tl.where(visible, grad_weights * slope, 0.0)
+    if ISOLATE:
+        query, _ = _finite(query)
+        key, _ = _finite(key)
+        grad, finite = _finite(grad)
+        weights = tl.where(visible & ~finite[:, None], float("nan"), weights)
+    weights = weights.to(grad.dtype)
+    grad_scores = grad_scores.to(grad.dtype)
+    grad_value = tl.dot(tl.trans(weights), grad, grad_value, input_precision=PRECISION)
+    grad_key = tl.dot(tl.trans(grad_scores), query, grad_key, input_precision=PRECISION)
+    grad_query = tl.dot(grad_scores, key, input_precision=PRECISION)
+    query_base = grad_query_ptr + start * stride_gqm + head * stride_gqh
+    factor = scale if SOFTMAX else scale * out_scale
+    store_rows(query_base, rows, stride_gqm, written, grad_query * factor, DIM, BLOCK_D)
+    return grad_key, grad_value
+
+
+@triton.jit
+def _backward_group(
+    query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr, grad_key_ptr, grad_value_ptr,
+    start, written, count, head_kv, visible, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    stride_gm, stride_gh, stride_gqm, stride_gqh, stride_gkn, stride_gkh, stride_gvn, stride_gvh, stride_lse,
+    scale, out_scale, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTMAX: tl.constexpr, CODES: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, ISOLATE: tl.constexpr,
+):  # fmt: skip
+    """All gradients of a head of keys and the heads of queries that read it."""
+    rows = tl.arange(0, BLOCK)
+    grad_key = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    grad_value = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
+    for member in range(GROUP):
+        head = head_kv * GROUP + member
+        grad_key, grad_value = _backward_head(
+            grad_key, grad_value, query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr,
+            start, written, count, head, visible, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+            stride_gm, stride_gh, stride_gqm, stride_gqh, stride_lse, scale, out_scale,
+            GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION, FAST, ISOLATE,
+        )  # fmt: skip
+    key_base = grad_key_ptr + start * stride_gkn + head_kv * stride_gkh
+    value_base = grad_value_ptr + start * stride_gvn + head_kv * stride_gvh
+    factor = scale if SOFTMAX else scale * out_scale
+    store_rows(key_base, rows, stride_gkn, written, grad_key * factor, DIM, BLOCK_D)
+    store_rows(
+        value_base, rows, stride_gvn, written, grad_value if SOFTMAX else grad_value * out_scale, DIM_V, BLOCK_DV
+    )
 
 
 @triton.jit(do_not_specialize=RUNTIME)
@@ -216,6 +394,7 @@ def packed_backward_kernel(
     HAS_GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
+    ISOLATE: tl.constexpr,
 ):
     """One program per tile and TURNS heads of keys. Neither outputs nor their inner products with gradients are read.
 
@@ -229,55 +408,13 @@ def packed_backward_kernel(
     if written <= 0:
         return
     visible = _visible(packing_ptr + 2 * capacity + start, count, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
-    rows = tl.arange(0, BLOCK)
-    # Heads of a group follow each other, and add up the gradients of their keys until the last of them stores these.
-    grad_key = tl.zeros([BLOCK, BLOCK_D], tl.float32)
-    grad_value = tl.zeros([BLOCK, BLOCK_DV], tl.float32)
-    for turn in range(TURNS * GROUP):
-        head = (first_head * GROUP + turn).to(tl.int64)
-        head_kv = head // GROUP
-        query = load_rows(query_ptr + start * stride_qm + head * stride_qh, rows, stride_qm, count, DIM, BLOCK_D, True)
-        key = load_rows(key_ptr + start * stride_kn + head_kv * stride_kh, rows, stride_kn, count, DIM, BLOCK_D, True)
-        value = load_rows(
-            value_ptr + start * stride_vn + head_kv * stride_vh, rows, stride_vn, count, DIM_V, BLOCK_DV, True
-        )
-        grad = load_rows(
-            grad_out_ptr + start * stride_gm + head * stride_gh, rows, stride_gm, count, DIM_V, BLOCK_DV, True
-        )
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
-        grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
-        if SOFTMAX:
-            stats = head * stride_lse + start + rows
-            lse = tl.load(lse_ptr + stats, mask=rows < count, other=0.0) * LOG2_E
-            weights = tl.where(visible, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
-            grad_weights = tl.where(visible, grad_weights, 0.0)
-            delta = tl.sum(weights * grad_weights, axis=1)
-            if HAS_GRAD_LSE:
-                delta -= tl.load(grad_lse_ptr + stats, mask=rows < count, other=0.0)
-            grad_scores = weights * (grad_weights - delta[:, None])
-        else:
-            weights, slope = activate_with_derivative(scores * scale, query_ptr, head, CODES, False, FAST)
-            weights = tl.where(visible, weights, 0.0)
-            grad_scores = tl.where(visible, grad_weights * slope, 0.0)
-        weights = weights.to(grad.dtype)
-        grad_scores = grad_scores.to(grad.dtype)
-        if GROUP == 1:
-            grad_value = tl.dot(tl.trans(weights), grad, input_precision=PRECISION)
-            grad_key = tl.dot(tl.trans(grad_scores), query, input_precision=PRECISION)
-        else:
-            fresh = turn % GROUP == 0
-            grad_value = tl.where(fresh, 0.0, grad_value)
-            grad_key = tl.where(fresh, 0.0, grad_key)
-            grad_value = tl.dot(tl.trans(weights), grad, grad_value, input_precision=PRECISION)
-            grad_key = tl.dot(tl.trans(grad_scores), query, grad_key, input_precision=PRECISION)
-        grad_query = tl.dot(grad_scores, key, input_precision=PRECISION)
-        factor = scale if SOFTMAX else scale * out_scale
-        query_base = grad_query_ptr + start * stride_gqm + head * stride_gqh
-        key_base = grad_key_ptr + start * stride_gkn + head_kv * stride_gkh
-        value_base = grad_value_ptr + start * stride_gvn + head_kv * stride_gvh
-        done = tl.where(turn % GROUP == GROUP - 1, written, 0)
-        store_rows(query_base, rows, stride_gqm, written, grad_query * factor, DIM, BLOCK_D)
-        store_rows(key_base, rows, stride_gkn, done, grad_key * factor, DIM, BLOCK_D)
-        store_rows(
-            value_base, rows, stride_gvn, done, grad_value if SOFTMAX else grad_value * out_scale, DIM_V, BLOCK_DV
-        )
+    for turn in range(TURNS):
+        head_kv = (first_head + turn).to(tl.int64)
+        _backward_group(
+            query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr, grad_key_ptr,
+            grad_value_ptr, start, written, count, head_kv, visible,
+            stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+            stride_gm, stride_gh, stride_gqm, stride_gqh, stride_gkn, stride_gkh, stride_gvn, stride_gvh, stride_lse,
+            scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION,
+            FAST, ISOLATE,
+        )  # fmt: skip
