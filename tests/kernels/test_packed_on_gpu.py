@@ -51,8 +51,9 @@ def test_activations(activation):
     ("dim", "dim_v", "dtype", "kv_heads", "longest"),
     [
         (24, 24, torch.bfloat16, 1, 32),
-        (48, 80, torch.float16, 2, 64),
-        (128, 128, torch.bfloat16, 4, 64),
+        (48, 80, torch.float16, 2, 32),
+        (128, 128, torch.bfloat16, 4, 32),
+        (64, 40, torch.bfloat16, 4, 64),
         (128, 16, torch.bfloat16, 1, 20),
         (64, 64, torch.float32, 2, 32),
         (128, 40, torch.float32, 4, 9),

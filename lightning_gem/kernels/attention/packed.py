@@ -23,12 +23,11 @@ _SEQUENCES = 128
 
 @dataclass(frozen=True)
 class PackedBlocks:
-    """Rows per tile, query heads (backward: key heads) per program, and how a program runs."""
+    """Rows per tile, and how a program runs."""
 
     block: int
-    turns: int
     num_warps: int
-    num_stages: int
+    max_registers: int | None
 
 
 @dataclass(frozen=True)
@@ -63,8 +62,11 @@ def supports(
     plain = attn_bias is None and not (spec.softcap or spec.has_roles or spec.broadcast_query)
     if longest is None or longest > MAX_SEQLEN or not plain or isinstance(spec.activation, tuple):
         return False
-    if max(query.shape[2], value.shape[2]) > MAX_HEAD_DIM or len(query) >= 2**31:
+    largest = max(query.shape[2], value.shape[2])
+    if largest > MAX_HEAD_DIM or len(query) >= 2**31:
         return False
+    if longest > 32 and (largest > 64 or query.shape[1] > key.shape[1]):
+        return False  # too much for the registers, in tiles of 128 rows
     return not query.is_cuda or _shared_bytes(query, value, longest) <= _shared_memory(query.device)
 
 
@@ -79,12 +81,24 @@ def block_rows(longest: int) -> int:
     return 64 if longest <= 32 else 128
 
 
-def choose_blocks(query: Tensor, key: Tensor, value: Tensor, longest: int, backward: bool) -> PackedBlocks:
-    """Rules, not tuning at run time."""
+def min_rows(longest: int, block: int) -> int:
+    """Rows that a tile has at least when it ends because the next sequence does not fit."""
+    return block - max(1, longest) + 1
+
+
+def choose_blocks(
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, longest: int, backward: bool
+) -> PackedBlocks:
+    """Rules, not tuning at run time: what the compiler reports decides, see ``tests/kernels/offline_compile.py``."""
     block = block_rows(longest)
     large = max(query.shape[2], value.shape[2]) > 64 or query.dtype == torch.float32 or query.shape[1] > key.shape[1]
-    num_warps = 8 if block == 128 or (backward and large) else 4
-    return PackedBlocks(block, turns=1, num_warps=num_warps, num_stages=1)
+    if block == 128 or query.dtype == torch.float32 or (backward and large):
+        return PackedBlocks(block, num_warps=8, max_registers=None)
+    # A little less than the compiler would take, so that a multiprocessor holds one more program.
+    limit = None
+    if torch.version.hip is None and not large and backward != (spec.activation is None):
+        limit = 168 if backward else 96
+    return PackedBlocks(block, num_warps=4, max_registers=limit)
 
 
 def configuration(
@@ -94,7 +108,7 @@ def configuration(
     longest = longest_sequence(max_seqlen_q, max_seqlen_k)
     assert longest is not None
     kernels = {"forward": False, "backward": True}
-    return {name: asdict(choose_blocks(query, key, value, longest, flag)) for name, flag in kernels.items()}
+    return {name: asdict(choose_blocks(spec, query, key, value, longest, flag)) for name, flag in kernels.items()}
 
 
 def _shared_bytes(query: Tensor, value: Tensor, longest: int) -> int:
@@ -141,9 +155,9 @@ def forward(
     if rows > 0:
         longest = longest_sequence(max_seqlen_q, max_seqlen_k)
         assert longest is not None
-        blocks = choose_blocks(query, key, value, longest, backward=False)
+        blocks = choose_blocks(spec, query, key, value, longest, backward=False)
         packing = get_packing(cu_seqlens_k, rows, longest, blocks.block, schedules.share)
-        packed_forward_kernel[(packing.capacity * (heads // blocks.turns),)](
+        packed_forward_kernel[(packing.capacity * heads,)](
             query,
             key,
             value,
@@ -158,7 +172,7 @@ def forward(
             rows,
             *_scalars(spec, cu_seqlens_k, rows, packing),
             HEADS=heads,
-            **_constants(spec, query, key, value, packing, blocks),
+            **constants(spec, query, key, value, longest, blocks),
         )
     return out.to(dtype), lse
 
@@ -192,9 +206,9 @@ def backward(
     elif rows > 0:
         longest = longest_sequence(max_seqlen_q, max_seqlen_k)
         assert longest is not None
-        blocks = choose_blocks(query, key, value, longest, backward=True)
+        blocks = choose_blocks(spec, query, key, value, longest, backward=True)
         packing = get_packing(cu_seqlens_k, rows, longest, blocks.block, schedules.share)
-        packed_backward_kernel[(packing.capacity * (key.shape[1] // blocks.turns),)](
+        packed_backward_kernel[(packing.capacity * key.shape[1],)](
             query,
             key,
             value,
@@ -213,7 +227,7 @@ def backward(
             *_scalars(spec, cu_seqlens_k, rows, packing),
             HEADS_KV=key.shape[1],
             HAS_GRAD_LSE=grad_lse is not None,
-            **_constants(spec, query, key, value, packing, blocks),
+            **constants(spec, query, key, value, longest, blocks),
         )
     grad_query, grad_key, grad_value = (x.to(dtype) for x in gradients)
     return grad_query, grad_key, grad_value
@@ -234,18 +248,18 @@ def _scalars(
     )
 
 
-def _constants(
-    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, packing: Packing, blocks: PackedBlocks
+def constants(
+    spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, longest: int, blocks: PackedBlocks
 ) -> dict[str, Any]:
     """What the kernels are compiled for."""
     full_precision = query.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    limit = {} if blocks.max_registers is None else {"maxnreg": blocks.max_registers}
     return {
-        "TURNS": blocks.turns,
         "GROUP": query.shape[1] // key.shape[1],
         "DIM": query.shape[2],
         "DIM_V": value.shape[2],
         "BLOCK": blocks.block,
-        "STARTS": packing.min_rows,
+        "STARTS": min_rows(longest, blocks.block),
         "BLOCK_D": padded_dim(query.shape[2]),
         "BLOCK_DV": padded_dim(value.shape[2]),
         "SOFTMAX": spec.activation is None,
@@ -254,9 +268,9 @@ def _constants(
         "HAS_RIGHT": spec.right >= 0,
         "PRECISION": "ieee" if full_precision else "tf32",
         "FAST": query.is_cuda and torch.version.hip is None and query.dtype != torch.float32,
-        "ISOLATE": True,
         "num_warps": blocks.num_warps,
-        "num_stages": blocks.num_stages,
+        "num_stages": 1,
+        **limit,
     }
 
 
@@ -288,9 +302,8 @@ def build_packing(cu_seqlens: Tensor, num_rows: int, longest: int, block: int) -
     """
     num_sequences = len(cu_seqlens) - 1
     num_chunks = triton.cdiv(num_sequences, _SEQUENCES)
-    # A tile ends where the next sequence does not fit.
-    min_rows = block - longest + 1
-    capacity = num_rows // min_rows + num_chunks + 1
+    at_least = min_rows(longest, block)
+    capacity = num_rows // at_least + num_chunks + 1
     storage = torch.empty(2 * capacity + num_rows, dtype=torch.int32, device=cu_seqlens.device)
     packing_kernel[(num_chunks,)](
         cu_seqlens,
@@ -298,9 +311,9 @@ def build_packing(cu_seqlens: Tensor, num_rows: int, longest: int, block: int) -
         num_sequences,
         capacity,
         BLOCK=block,
-        STARTS=min_rows,
+        STARTS=at_least,
         LONGEST=triton.next_power_of_2(longest),
         SEQUENCES=_SEQUENCES,
         num_warps=4,
     )
-    return Packing(storage, capacity, num_chunks, min_rows)
+    return Packing(storage, capacity, num_chunks, at_least)

@@ -4,6 +4,9 @@
 A tile holds whole sequences, so its rows are all the queries and all the keys that its rows need: every tensor is read
 once, there is no loop over keys, and one backward kernel has all three gradients. Pairs of different sequences are
 masked by the row at which the sequences of both start, which ``packing_kernel`` lists for all rows, once per batch.
+
+A weight of 0 does not keep infinities and NaN of one sequence out of sums for another. So what products sum over is
+made finite, and the weights of the pairs that it belongs to are made NaN instead.
 """
 
 import triton
@@ -28,8 +31,8 @@ def packing_kernel(
 ):
     """Packs SEQUENCES sequences into tiles, each as full as it gets, and lists where the sequence of every row starts.
 
-    All tiles but the last of a program have at least STARTS rows, so that the first entry of a program follows from
-    the rows before it; entries that are not needed are empty.
+    All tiles of a program but its last have at least STARTS rows, so that the entry of its first follows from the rows
+    before it. Entries that are not needed are empty, and those behind the last program's are for slack rows.
     """
     chunk = tl.program_id(0)
     index = chunk * SEQUENCES + tl.arange(0, SEQUENCES)
@@ -100,9 +103,9 @@ def _visible(starts_base, count, left, right, BLOCK: tl.constexpr, HAS_LEFT: tl.
 
 @triton.jit
 def _finite(tile):
-    """The tile with zeros for what is not finite, and whether each row was finite."""
-    finite = (tile - tile) == 0
-    return tl.where(finite, tile, 0.0).to(tile.dtype), tl.min(finite.to(tl.int32), axis=1) != 0
+    """The tile with zeros for what is not finite, and per row 0, or NaN if there was any."""
+    rest = tile - tile
+    return tl.where(rest == 0, tile, 0.0).to(tile.dtype), tl.sum(rest.to(tl.float32), axis=1)
 
 
 @triton.jit
@@ -138,9 +141,8 @@ def _forward_head(
     CODES: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
-    ISOLATE: tl.constexpr,
 ):
-    """One head of a tile. ISOLATE: what is not finite in a sequence stays there, where 0 * inf would spread it."""
+    """One head of a tile."""
     rows = tl.arange(0, BLOCK)
     head_kv = head // GROUP
     query = load_rows(query_ptr + start * stride_qm + head * stride_qh, rows, stride_qm, count, DIM, BLOCK_D, True)
@@ -157,10 +159,8 @@ def _forward_head(
         tl.store(lse_ptr + head * stride_lse + start + rows, lse, mask=rows < written)
     else:
         weights = activate(scores * scale, query_ptr, head, CODES, False, FAST)
-        weights = tl.where(visible, weights, 0.0)
-    if ISOLATE:
-        value, finite = _finite(value)
-        weights = tl.where(visible & ~finite[None, :], float("nan"), weights)
+    value, poison = _finite(value)
+    weights = tl.where(visible, weights + poison[None, :], 0.0)
     out = tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
     if SOFTMAX:
         out = out / denominator[:, None]
@@ -196,7 +196,6 @@ def packed_forward_kernel(
     left,
     right,
     HEADS: tl.constexpr,
-    TURNS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -210,24 +209,21 @@ def packed_forward_kernel(
     HAS_RIGHT: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
-    ISOLATE: tl.constexpr,
 ):
-    """One program per tile and TURNS heads."""
-    entry = tl.program_id(0) // (HEADS // TURNS)
-    first_head = tl.program_id(0) % (HEADS // TURNS) * TURNS
+    """One program per tile and head."""
+    entry = tl.program_id(0) // HEADS
+    head = (tl.program_id(0) % HEADS).to(tl.int64)
     start, written, count = _tile(
         packing_ptr, offsets, entry, num_rows, num_sequences, num_chunks, capacity, BLOCK, STARTS
     )
     if written <= 0:
         return
     visible = _visible(packing_ptr + 2 * capacity + start, count, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
-    for turn in range(TURNS):
-        head = (first_head + turn).to(tl.int64)
-        _forward_head(
-            query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, start, written, count, head, visible,
-            stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
-            scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, PRECISION, FAST, ISOLATE,
-        )  # fmt: skip
+    _forward_head(
+        query_ptr, key_ptr, value_ptr, out_ptr, lse_ptr, start, written, count, head, visible,
+        stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
+        scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, PRECISION, FAST,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -270,7 +266,6 @@ def _backward_head(
     HAS_GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
-    ISOLATE: tl.constexpr,
 ):
     """Stores the gradient of the queries of a head, and adds to those of its keys and values; see ``_forward_head``."""
     rows = tl.arange(0, BLOCK)
@@ -281,26 +276,25 @@ def _backward_head(
     value = load_rows(value_base, rows, stride_vn, count, DIM_V, BLOCK_DV, True)
     grad_base = grad_out_ptr + start * stride_gm + head * stride_gh
     grad = load_rows(grad_base, rows, stride_gm, count, DIM_V, BLOCK_DV, True)
+    query, query_poison = _finite(query)
+    key, key_poison = _finite(key)
+    grad, grad_poison = _finite(grad)
+    poison = (query_poison + grad_poison)[:, None] + key_poison[None, :]
     scores = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     grad_weights = tl.dot(grad, tl.trans(value), input_precision=PRECISION)
     if SOFTMAX:
         stats = head * stride_lse + start + rows
         lse = tl.load(lse_ptr + stats, mask=rows < count, other=0.0) * LOG2_E
-        weights = tl.where(visible, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]), 0.0)
+        weights = tl.where(visible, tl.exp2(scores * (scale * LOG2_E) - lse[:, None]) + poison, 0.0)
         grad_weights = tl.where(visible, grad_weights, 0.0)
         delta = tl.sum(weights * grad_weights, axis=1)
         if HAS_GRAD_LSE:
             delta -= tl.load(grad_lse_ptr + stats, mask=rows < count, other=0.0)
-        grad_scores = weights * (grad_weights - delta[:, None])
+        grad_scores = tl.where(visible, weights * (grad_weights - delta[:, None]), 0.0)
     else:
         weights, slope = activate_with_derivative(scores * scale, query_ptr, head, CODES, False, FAST)
-        weights = tl.where(visible, weights, 0.0)
-        grad_scores = tl.where(visible, grad_weights * slope, 0.0)
-    if ISOLATE:
-        query, _ = _finite(query)
-        key, _ = _finite(key)
-        grad, finite = _finite(grad)
-        weights = tl.where(visible & ~finite[:, None], float("nan"), weights)
+        weights = tl.where(visible, weights + poison, 0.0)
+        grad_scores = tl.where(visible, grad_weights * slope + poison, 0.0)
     weights = weights.to(grad.dtype)
     grad_scores = grad_scores.to(grad.dtype)
     grad_value = tl.dot(tl.trans(weights), grad, grad_value, input_precision=PRECISION)
@@ -319,7 +313,7 @@ def _backward_group(
     stride_gm, stride_gh, stride_gqm, stride_gqh, stride_gkn, stride_gkh, stride_gvn, stride_gvh, stride_lse,
     scale, out_scale, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_V: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, SOFTMAX: tl.constexpr, CODES: tl.constexpr,
-    HAS_GRAD_LSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr, ISOLATE: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """All gradients of a head of keys and the heads of queries that read it."""
     rows = tl.arange(0, BLOCK)
@@ -331,7 +325,7 @@ def _backward_group(
             grad_key, grad_value, query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr,
             start, written, count, head, visible, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
             stride_gm, stride_gh, stride_gqm, stride_gqh, stride_lse, scale, out_scale,
-            GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION, FAST, ISOLATE,
+            GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION, FAST,
         )  # fmt: skip
     key_base = grad_key_ptr + start * stride_gkn + head_kv * stride_gkh
     value_base = grad_value_ptr + start * stride_gvn + head_kv * stride_gvh
@@ -379,7 +373,6 @@ def packed_backward_kernel(
     left,
     right,
     HEADS_KV: tl.constexpr,
-    TURNS: tl.constexpr,
     GROUP: tl.constexpr,
     DIM: tl.constexpr,
     DIM_V: tl.constexpr,
@@ -394,27 +387,24 @@ def packed_backward_kernel(
     HAS_GRAD_LSE: tl.constexpr,
     PRECISION: tl.constexpr,
     FAST: tl.constexpr,
-    ISOLATE: tl.constexpr,
 ):
-    """One program per tile and TURNS heads of keys. Neither outputs nor their inner products with gradients are read.
+    """One program per tile and head of keys. Neither outputs nor their inner products with gradients are read.
 
     A tile has all weights w of a row and their gradients g at once, and so the sum of w * g that stands for them.
     """
-    entry = tl.program_id(0) // (HEADS_KV // TURNS)
-    first_head = tl.program_id(0) % (HEADS_KV // TURNS) * TURNS
+    entry = tl.program_id(0) // HEADS_KV
+    head_kv = (tl.program_id(0) % HEADS_KV).to(tl.int64)
     start, written, count = _tile(
         packing_ptr, offsets, entry, num_rows, num_sequences, num_chunks, capacity, BLOCK, STARTS
     )
     if written <= 0:
         return
     visible = _visible(packing_ptr + 2 * capacity + start, count, left, right, BLOCK, HAS_LEFT, HAS_RIGHT)
-    for turn in range(TURNS):
-        head_kv = (first_head + turn).to(tl.int64)
-        _backward_group(
-            query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr, grad_key_ptr,
-            grad_value_ptr, start, written, count, head_kv, visible,
-            stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
-            stride_gm, stride_gh, stride_gqm, stride_gqh, stride_gkn, stride_gkh, stride_gvn, stride_gvh, stride_lse,
-            scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION,
-            FAST, ISOLATE,
-        )  # fmt: skip
+    _backward_group(
+        query_ptr, key_ptr, value_ptr, grad_out_ptr, lse_ptr, grad_lse_ptr, grad_query_ptr, grad_key_ptr,
+        grad_value_ptr, start, written, count, head_kv, visible,
+        stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+        stride_gm, stride_gh, stride_gqm, stride_gqh, stride_gkn, stride_gkh, stride_gvn, stride_gvh, stride_lse,
+        scale, out_scale, GROUP, DIM, DIM_V, BLOCK, BLOCK_D, BLOCK_DV, SOFTMAX, CODES, HAS_GRAD_LSE, PRECISION,
+        FAST,
+    )  # fmt: skip
