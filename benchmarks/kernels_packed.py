@@ -60,16 +60,12 @@ def errors(name: str, op: Attention, inputs: tuple[Tensor, ...], grad: Tensor, c
     cu = cu[: EXACT_SEQUENCES + 1]
     rows = int(cu[-1])
     results = []
-    for function, dtype in ((op, q_dtype(inputs)), (lambda *x: exact(name, *x), torch.float32)):
+    for function, dtype in ((op, inputs[0].dtype), (lambda *x: exact(name, *x), torch.float32)):
         leaves = [x[:rows].to(dtype).requires_grad_() for x in inputs]
         out = function(*leaves, cu)
         results.append((out, *torch.autograd.grad(out, leaves, grad[:rows].to(dtype))))
     worst = [float((a.float() - e).norm() / e.norm()) for a, e in zip(*results, strict=True)]
     return worst[0], max(worst[1:])
-
-
-def q_dtype(inputs: tuple[Tensor, ...]) -> torch.dtype:
-    return inputs[0].dtype
 
 
 def timed(run: Callable[[], Any], flush: Tensor) -> float:
@@ -101,7 +97,7 @@ def main() -> None:
     rows = int(cu[-1])
     inputs = tuple(torch.randn(rows, HEADS, DIM, device="cuda").bfloat16() for _ in range(3))
     grad = torch.randn(rows, HEADS, DIM, device="cuda").bfloat16()
-    flush = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(2**31, dtype=torch.uint8, device="cuda")
     rate = copy_rate(flush)
     # Outputs and gradients are written, all others read; the log of the denominators is small.
     tensor_bytes = rows * HEADS * DIM * 2

@@ -159,8 +159,8 @@ def main(architectures: list[int]) -> None:
                 result = compile_kernel(kernel, TYPES[dtype], constants, options, arch)
                 name = f"{kind} {longest} {dim}/{dim_v} {TYPES[dtype]} {activation or 'softmax'} {' '.join(changes)}"
                 print(json.dumps({"name": name.strip(), "arch": arch, "bytes": dtype.itemsize, **result}), flush=True)
-        packs = {"BLOCK": 64, "STARTS": 33, "LONGEST": 32, "SEQUENCES": 128}
-        result = compile_kernel(packing_kernel, "i32", packs, {"num_warps": 4}, arch)
+        packs = {"BLOCK": 64, "STARTS": 33, "LONGEST": 32, "SEQUENCES": 64}
+        result = compile_kernel(packing_kernel, "i32", packs, {"num_warps": 1}, arch)
         print(json.dumps({"name": "packing", "arch": arch, "bytes": 0, **result}), flush=True)
         delta = {"HEADS": 4, "DIM_V": 128, "BLOCK_M": 32, "BLOCK_DV": 128, "BROADCAST": False, "HAS_GRAD_LSE": True}
         result = compile_kernel(delta_kernel, "bf16", delta, {"num_warps": 4}, arch)

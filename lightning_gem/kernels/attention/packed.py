@@ -17,8 +17,9 @@ from lightning_gem.kernels.schedule import Schedules, _may_share
 
 MAX_SEQLEN = 64
 MAX_HEAD_DIM = 128
-# Sequences that one program packs into tiles: the more, the fewer tiles are left half full.
-_SEQUENCES = 128
+# Sequences that one program packs into tiles, one tile after the other: more would take longer, but leave fewer tiles
+# half full.
+_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,6 @@ def build_packing(cu_seqlens: Tensor, num_rows: int, longest: int, block: int) -
         STARTS=at_least,
         LONGEST=triton.next_power_of_2(longest),
         SEQUENCES=_SEQUENCES,
-        num_warps=4,
+        num_warps=1,
     )
     return Packing(storage, capacity, num_chunks, at_least)
