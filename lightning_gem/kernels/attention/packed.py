@@ -92,13 +92,19 @@ def choose_blocks(
 ) -> PackedBlocks:
     """Rules, not tuning at run time: what the compiler reports decides, see ``tests/kernels/offline_compile.py``."""
     block = block_rows(longest)
-    large = max(query.shape[2], value.shape[2]) > 64 or query.dtype == torch.float32 or query.shape[1] > key.shape[1]
-    if block == 128 or query.dtype == torch.float32 or (backward and large):
+    large = max(query.shape[2], value.shape[2]) > 64 or query.shape[1] > key.shape[1]
+    # Without matrix products from shared memory, what they take lies in registers.
+    old = query.is_cuda and torch.cuda.get_device_capability(query.device) < (9, 0)
+    if block == 128 or query.dtype == torch.float32 or old or (backward and large):
         return PackedBlocks(block, num_warps=8, max_registers=None)
     # A little less than the compiler would take, so that a multiprocessor holds one more program.
     limit = None
-    if torch.version.hip is None and not large and backward != (spec.activation is None):
-        limit = 168 if backward else 96
+    if torch.version.hip is None and not large:
+        plain_softmax = spec.activation is None and spec.window_left < 0 and spec.right < 0
+        if backward:
+            limit = None if plain_softmax else 168
+        elif spec.activation is None:
+            limit = 96
     return PackedBlocks(block, num_warps=4, max_registers=limit)
 
 
