@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-BACKENDS = ("auto", "hopper", "triton", "reference")
+BACKENDS = ("auto", "hopper", "packed", "triton", "reference")
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 

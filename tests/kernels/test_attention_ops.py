@@ -248,7 +248,9 @@ def test_backends_that_cannot_run_say_so():
             op(*inputs, cu, backend="triton")
         with pytest.raises(ValueError, match="backend 'hopper' has no kernel for these inputs"):
             op(*inputs, cu, backend="hopper")
-        with pytest.raises(ValueError, match="backend 'cuda' is unknown: use one of auto, hopper, triton, reference"):
+        with pytest.raises(ValueError, match="backend 'packed' is for self-attention over short sequences"):
+            op(*inputs, cu, max_seqlen_q=4, backend="packed")
+        with pytest.raises(ValueError, match="backend 'cuda' is unknown: use one of auto, hopper, packed, triton,"):
             op(*inputs, cu, backend="cuda")
 
 
