@@ -337,8 +337,12 @@ def test_when_tiles_are_packed():
         except ValueError:
             return False
 
-    assert fits() and fits("gdpa") and fits(causal=True) and fits(longest=64)
-    assert fits(longest=None, max_seqlen_k=8) and fits(longest=100, max_seqlen_k=8)
+    assert fits()
+    assert fits("gdpa")
+    assert fits(causal=True)
+    assert fits(longest=64)
+    assert fits(longest=None, max_seqlen_k=8)
+    assert fits(longest=100, max_seqlen_k=8)
     refused = [{"longest": None}, {"longest": 65}, {"softcap": 1.0}, {"broadcast_query": True}]
     refused += [{"self_attention": False}, {"inputs": qkv(50, 40, dtype=torch.float32)}]
     refused += [{"inputs": qkv(50, 50, dim=130, dtype=torch.float32)}, {"inputs": qkv(50, 50)}]
