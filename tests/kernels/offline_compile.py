@@ -157,19 +157,8 @@ def main(architectures: list[int]) -> None:
                 kernel = packed_backward_kernel if kind == "packed_backward" else packed_forward_kernel
                 result = compile_kernel(kernel, TYPES[dtype], constants, options, arch)
                 name = f"{kind} {longest} {dim}/{dim_v} {TYPES[dtype]} {activation or 'softmax'} {' '.join(changes)}"
-                print(
-                    json.dumps(
-                        {
-                            "name": name.strip(),
-                            "arch": arch,
-                            "dim": dim,
-                            "masked": True,
-                            "bytes": dtype.itemsize,
-                            **result,
-                        }
-                    ),
-                    flush=True,
-                )
+                facts = {"dim": dim, "masked": True, "bytes": dtype.itemsize}
+                print(json.dumps({"name": name.strip(), "arch": arch, **facts, **result}), flush=True)
         packs = {"BLOCK": 64, "STARTS": 33, "LONGEST": 32, "SEQUENCES": 64}
         result = compile_kernel(packing_kernel, "i32", packs, {"num_warps": 1}, arch)
         print(json.dumps({"name": "packing", "arch": arch, "bytes": 0, **result}), flush=True)
