@@ -34,7 +34,7 @@ def test_kernels_compile(arch, instruction):
         assert result[instruction] == (result["bytes"] == 2), result
         # Bytes that a thread keeps outside registers. Windows and heads of more than 128 need more than there are.
         if result["bytes"] == 2 and result["dim"] <= 128:
-            assert result["stack"] <= (256 if result["masked"] else 32), result
+            assert result["stack"] <= (400 if result["masked"] else 32), result
 
 
 def test_hopper_kernels_compile():
