@@ -41,6 +41,13 @@ class Earlier:
         """Only the latest ``count`` of the earlier rows."""
         return Earlier(self.order, np.maximum(self.begins, self.ends - count), self.ends)
 
+    def since(self, first: Ints) -> "Earlier":
+        """Only the earlier rows from row ``first[i]`` on, which may not be later than row ``i``; of whole groups."""
+        num_rows = len(self.order)
+        # Ascending, for the start of a group stands for the group.
+        keys = self.begins[self.order] * num_rows + self.order
+        return Earlier(self.order, np.searchsorted(keys, self.begins * num_rows + first), self.ends)
+
 
 def earlier_rows(groups: Ints, times: npt.NDArray[np.generic]) -> Earlier:
     """Finds the strictly earlier rows of the same group; rows of the same time do not see each other.

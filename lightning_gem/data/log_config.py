@@ -79,21 +79,25 @@ class Counter:
         outcomes: 0/1 columns to average; nulls do not count.
         prior: Number of events that the overall rate weighs.
         last: Only the latest ``last`` of these events count; all when not given.
+        within: Only the events of the ``within`` seconds before the request count; all when not given.
         log_odds: Give rates as log odds minus the log odds of the overall rate: 0 where nothing is known.
-        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``, with ``_last<n>``.
+        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``, with ``_last<n>``
+            and ``_within<seconds>``.
     """
 
     by: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     prior: float = 10.0
     last: int | None = None
+    within: int | None = None
     log_odds: bool = False
     name: str | None = None
 
     @property
     def prefix(self) -> str:
         """What the feature names begin with."""
-        return self.name or ("_".join(self.by) or "all") + (f"_last{self.last}" if self.last else "")
+        windows = [f"_{name}{size}" for name, size in (("last", self.last), ("within", self.within)) if size]
+        return self.name or "".join(["_".join(self.by) or "all", *windows])
 
     @property
     def count_name(self) -> str:
@@ -181,8 +185,9 @@ class LogConfig:
         for counter in self.counters:
             if counter.prior <= 0:
                 raise ValueError(f"counter {counter.count_name}: prior must be positive, not {counter.prior}")
-            if counter.last is not None and counter.last < 1:
-                raise ValueError(f"counter {counter.count_name}: last must be positive, not {counter.last}")
+            for name, size in (("last", counter.last), ("within", counter.within)):
+                if size is not None and size < 1:
+                    raise ValueError(f"counter {counter.count_name}: {name} must be positive, not {size}")
         late = {derived.name for derived in self.derived}
         late |= {name for counter in self.counters for name in counter.names}
         for what, columns in (

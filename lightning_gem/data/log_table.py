@@ -188,6 +188,9 @@ def add_derived(log: Log, derived: Derived) -> None:
 def add_counter(log: Log, counter: Counter) -> None:
     """Adds the columns of a counter."""
     group, everyone = log.earlier(counter.by), log.earlier([])
+    if counter.within is not None:
+        oldest = log.times - counter.within * _units_per_second(log)
+        group = group.since(np.searchsorted(log.times, oldest))
     if counter.last is not None:
         group = group.last(counter.last)
     log.add(counter.count_name, group.ends - group.begins)

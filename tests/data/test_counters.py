@@ -12,12 +12,12 @@ from lightning_gem.data.schema import DenseFeature, Schema, SparseFeature, Task
 from tests.data.log_helpers import read_rows
 
 
-def make_log(folder: Path, **arguments: object) -> InteractionLog:
+def make_log(folder: Path, unit: str = "s", **arguments: object) -> InteractionLog:
     rng = np.random.default_rng(0)
     log = pa.table(
         {
             "user": rng.integers(0, 5, 200),
-            "time": np.sort(rng.integers(0, 120, 200)),
+            "time": np.sort(rng.integers(0, 120, 200)) * {"s": 1, "ms": 1000}[unit],
             "price": pa.array(rng.random(200), mask=rng.random(200) < 0.1),
             "click": rng.integers(0, 2, 200),
         }
@@ -29,6 +29,7 @@ def make_log(folder: Path, **arguments: object) -> InteractionLog:
         sparse=[SparseFeature("user", 5, encoding="index")],
         user="user",
         timestamp="time",
+        time_unit=unit,  # type: ignore[arg-type]
     )
     data = InteractionLog(
         schema,
@@ -65,6 +66,23 @@ def test_log_odds_of_the_latest_events(tmp_path: Path, last: int | None) -> None
         np.testing.assert_allclose(rows.dense[i, 1:], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("unit", ["s", "ms"])
+def test_within_seconds_whatever_the_unit(tmp_path: Path, unit: str) -> None:
+    data = make_log(tmp_path, unit, counters=[Counter(["user"], ["click"], prior=1, last=2, within=15)])
+    rows = read_rows(data, "train")
+    assert data.config.counters[0].names == ["user_last2_within15_count", "user_last2_within15_click_rate"]
+    log = pq.read_table(tmp_path / "log.parquet").to_pydict()
+    second = {"s": 1, "ms": 1000}[unit]
+    for i in range(200):
+        earlier = [j for j in range(200) if log["time"][j] < log["time"][i]]
+        near = [
+            j for j in earlier if log["user"][j] == log["user"][i] and log["time"][j] >= log["time"][i] - 15 * second
+        ]
+        overall = sum(log["click"][j] for j in earlier) / max(len(earlier), 1)
+        rate = (sum(log["click"][j] for j in near[-2:]) + overall) / (len(near[-2:]) + 1)
+        np.testing.assert_allclose(rows.dense[i, 1:], [np.log1p(len(near[-2:])), rate], rtol=1e-5)
+
+
 def test_counting_by_bucket(tmp_path: Path) -> None:
     data = make_log(
         tmp_path,
@@ -82,6 +100,8 @@ def test_counting_by_bucket(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="last must be positive"):
         make_log(tmp_path, counters=[Counter(["user"], last=0)])
+    with pytest.raises(ValueError, match="user_within-1_count: within must be positive, not -1"):
+        make_log(tmp_path, counters=[Counter(["user"], within=-1)])
     with pytest.raises(ValueError, match="needs ascending boundaries"):
         make_log(tmp_path, derived=[Derived("level", "bucket", ["price"])])
     with pytest.raises(ValueError, match="needs ascending boundaries"):
