@@ -1,6 +1,7 @@
 """Counters over the latest events and in log odds, and bucketed columns to count by, against plain loops."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -95,6 +96,96 @@ def test_counting_by_bucket(tmp_path: Path) -> None:
     level = [None if price is None else (price >= 0.3) + (price >= 0.6) for price in log["price"]]
     for i in range(200):
         assert counts[i] == sum(level[j] == level[i] for j in range(200) if log["time"][j] < log["time"][i])
+
+
+def write_films(path: Path, change_after: int | None = None) -> dict[str, list[Any]]:
+    """A log of rated films; with ``change_after``, everything is different after that time."""
+    rng, other = np.random.default_rng(0), np.random.default_rng(1)
+    log: dict[str, list[Any]] = {"user": [], "time": [], "title": [], "genres": [], "liked": []}
+    for time in np.sort(rng.integers(0, 60, 150)).tolist():
+        source = rng if change_after is None or time <= change_after else other
+        genres = source.permutation(["Drama", "War", "Comedy"])[: source.integers(0, 4)].tolist()
+        year = int(source.integers(1990, 2010))
+        title = [f"Heat ({year})", f"(500) Days ({year}) ", "Nameless"][source.integers(0, 3)]
+        for name, value in zip(
+            log, (int(source.integers(0, 3)), time, title, "|".join(genres) or None, 0), strict=True
+        ):
+            log[name].append(value)
+        log["liked"][-1] = int(source.integers(0, 2))
+    pq.write_table(pa.table(log), path)
+    return log
+
+
+def film_log(path: Path, **arguments: Any) -> InteractionLog:
+    schema = Schema(
+        [Task("liked")],
+        dense=[DenseFeature("year", fill=0)],
+        user="user",
+        timestamp="time",
+    )
+    options: dict[str, Any] = {
+        "derived": [Derived("year", "number", ["title"], pattern=r"\((?P<year>\d{4})\)\s*$")],
+        "counters": [
+            Counter(["user", "genres"], ["liked"], prior=2),
+            Counter(["genres"], ["liked"], prior=2, last=3, within=20),
+        ],
+        "list_separators": {"genres": "|"},
+        "split": Split(test=0, val=0),
+        "cache_dir": str(path.parent / "cache"),
+        **arguments,
+    }
+    data = InteractionLog(schema, str(path), 8, **options)
+    data.prepare_data()
+    data.setup()
+    return data
+
+
+def test_counting_by_the_values_of_a_list(tmp_path: Path) -> None:
+    log = write_films(tmp_path / "films.parquet")
+    dense = read_rows(film_log(tmp_path / "films.parquet"), "train").dense
+    lists = [(text or "").split("|") if text else [] for text in log["genres"]]
+    for i, genres in enumerate(lists):
+        earlier = [j for j in range(150) if log["time"][j] < log["time"][i]]
+        overall = sum(log["liked"][j] for j in earlier) / max(len(earlier), 1)
+        own = [j for g in genres for j in earlier if g in lists[j] and log["user"][j] == log["user"][i]]
+        near = [j for j in earlier if log["time"][j] >= log["time"][i] - 20]
+        recent = [j for g in genres for j in [k for k in near if g in lists[k]][-3:]]
+        expected = [float(log["title"][i].strip()[-5:-1]) if ")" in log["title"][i] else 0]
+        for events in (own, recent):
+            rate = (sum(log["liked"][j] for j in events) + 2 * overall) / (len(events) + 2)
+            expected += [np.log1p(len(events)), rate]
+        np.testing.assert_allclose(dense[i], expected, rtol=1e-5)
+
+
+def test_lists_of_later_events_change_nothing(tmp_path: Path) -> None:
+    log = write_films(tmp_path / "films.parquet")
+    now = sorted(log["time"])[75]
+    write_films(tmp_path / "changed.parquet", change_after=now)
+    known = sum(time <= now for time in log["time"])
+    dense = [read_rows(film_log(tmp_path / f"{name}.parquet"), "train").dense for name in ("films", "changed")]
+    assert 75 < known < 150
+    np.testing.assert_array_equal(dense[0][:known], dense[1][:known])
+    assert (dense[0][known:] != dense[1][known:]).any()
+
+
+def test_patterns_and_lists_that_do_not_fit(tmp_path: Path) -> None:
+    write_films(path := tmp_path / "films.parquet")
+    for derived, message in (
+        (Derived("year", "number", ["title"]), "number needs a pattern"),
+        (Derived("year", "bucket", ["title"], boundaries=[1], pattern="a"), "other ops take none"),
+        (Derived("year", "number", ["title"], pattern="("), "'year': pattern '\\('"),
+        (Derived("year", "number", ["title"], pattern="(a)"), "has 0 named groups"),
+        (Derived("year", "number", ["title"], pattern="(?P<x>a)(?!b)"), "perl operator"),
+        (Derived("year", "number", ["user"], pattern="(?P<x>a)"), "column 'user'.*no text"),
+        (Derived("year", "number", ["title"], pattern="(?P<x>Heat)"), "to one number per row"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            film_log(path, derived=[derived])
+    lists = {"genres": "|", "title": " "}
+    with pytest.raises(ValueError, match="are list columns .* but by takes only one"):
+        film_log(
+            path, counters=[Counter(["genres", "title"])], list_separators=lists, derived=[Derived("year", "hour")]
+        )
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:

@@ -263,7 +263,10 @@ def test_batches_workers_and_cache(tmp_path: Path) -> None:
     assert len(pickle.dumps(source)) < 10_000
     copy = pickle.loads(pickle.dumps(source)).read(1, 3, 7)
     assert features_of(copy, 2) == features_of(source.read(1, 3, 7), 2)
-    assert [feature.name for feature in module.schema.dense][-2:] == ["user_within2000_count", "user_within2000_click_rate"]
+    assert [feature.name for feature in module.schema.dense][-2:] == [
+        "user_within2000_count",
+        "user_within2000_click_rate",
+    ]
     batches = list(module.train_dataloader())
     assert sorted(np.concatenate([batch.row for batch in batches]).tolist()) == list(range(3600))
     batch = batches[0]
