@@ -256,7 +256,8 @@ def forget(batch: RecBatch, columns: dict[int, float]) -> RecBatch:
 def without_history(config: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The configuration without sequences and counters of the user, but with the user's id and profile."""
     config = copy.deepcopy(config)
-    config["model"]["network"]["init_args"]["config"]["sequence_mode"] = "none"
+    network = config["model"]["network"]["init_args"]
+    network.get("network", {"init_args": network})["init_args"]["config"]["sequence_mode"] = "none"
     data = config["data"]["init_args"]
     schema = data["schema"]
     data["counters"] = [counter for counter in data["counters"] if schema["user"] not in counter["by"]]
