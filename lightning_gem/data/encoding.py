@@ -10,6 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lightning_gem.data.columns import (
     Column,
@@ -74,10 +75,10 @@ def encode_ids(
 ) -> Ints:
     """Rows of the feature's table for raw values.
 
-    Nulls and NaN: ``hash`` gives them a row like any other value, ``vocabulary`` row 0, ``bucket`` the row after the
-    last bucket or, if the table has no such row, the last bucket; for ``index`` they are an error. Hashes depend on the
-    value, ``num_embeddings`` and the name of the table only: not on the width of integers, nor on whether whole numbers
-    are stored as floats, nor on the process.
+    Nulls and NaN: ``hash`` gives them a row like any other value, ``vocabulary`` row 0 or, with ``null_row``, the last,
+    ``bucket`` the row after the last bucket or, if the table has no such row, the last bucket; for ``index`` they are
+    an error. Hashes depend on the value, ``num_embeddings`` and the name of the table only: not on the width of
+    integers, nor on whether whole numbers are stored as floats, nor on the process.
 
     Args:
         feature: Says how to encode.
@@ -118,7 +119,10 @@ def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: Vocabular
     if feature.encoding == "vocabulary":
         if vocabulary is None:
             raise ValueError(f"{place}: the vocabulary encoding needs a vocabulary: fit one on the training split")
-        return vocabulary.look_up(array, place)
+        rows = vocabulary.look_up(array, place)
+        if feature.null_row:
+            rows[to_numpy(pc.is_null(array, nan_is_null=True))] = feature.num_embeddings - 1
+        return rows
     if feature.encoding == "bucket":
         check_number(array, place)
         numbers = to_floats(array)

@@ -96,6 +96,22 @@ def test_vocabulary() -> None:
         encode_ids(feature, values, None, WHERE)
 
 
+def test_a_row_for_nulls() -> None:
+    feature = SparseFeature("f", 4, encoding="vocabulary", null_row=True)
+    vocabulary = fit_vocabulary(feature, pa.array(["y", "x", "y", None, "w", "x", "v"]))
+    assert vocabulary.values.to_pylist() == ["x", "y"]
+    texts = pa.array(["y", None, "new", "x"])
+    assert encode_ids(feature, texts, vocabulary, WHERE).tolist() == [2, 3, 0, 1]
+    assert encode_ids(feature, texts.dictionary_encode(), vocabulary, WHERE).tolist() == [2, 3, 0, 1]
+    numbers = fit_vocabulary(feature, pa.array([5.0, 7.0, float("nan")]))
+    assert encode_ids(feature, pa.array([7.0, float("nan"), None, 6.0]), numbers, WHERE).tolist() == [2, 3, 3, 0]
+    nothing = fit_vocabulary(feature, pa.array([None], pa.string()))
+    assert encode_ids(feature, pa.array([None, "x"], pa.string()), nothing, WHERE).tolist() == [3, 0]
+    for wrong in (SparseFeature("f", 4, null_row=True), SparseFeature("f", 1, encoding="vocabulary", null_row=True)):
+        with pytest.raises(ValueError, match="'f': null_row takes a row of two or more of the vocabulary encoding"):
+            Schema([Task("click")], [wrong])
+
+
 def test_vocabulary_of_numbers() -> None:
     feature = SparseFeature("f", 10, encoding="vocabulary")
     vocabulary = fit_vocabulary(feature, pa.chunked_array([[5, 7], [5, None]], pa.int32()))
@@ -116,7 +132,7 @@ def test_shared_table_shares_the_vocabulary_over_pieces() -> None:
     assert [vocabulary.values.to_pylist() for vocabulary in fitted.vocabularies.values()] == [[3, 2, 1, 4]]
     with pytest.raises(ValueError, match="feature 'b'.*type string does not mix with int64"):
         fit(schema, [(pa.table({"a": [1], "b": ["x"]}), WHERE)])
-    with pytest.raises(ValueError, match="same encoding, boundaries and min_count"):
+    with pytest.raises(ValueError, match="same encoding, boundaries, min_count and null_row"):
         Schema([Task("y")], [features[0], SparseFeature("b", 10, table="t", encoding="hash")])
 
 
