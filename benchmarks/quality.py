@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 import yaml
 from torch import Tensor
@@ -76,6 +77,18 @@ class Recipe:
     targets: dict[str, Target]
     new_user: dict[str, float] = field(default_factory=dict)
     profile: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Outputs:
+    """Logits, labels and users of a task on the test rows; no users where the schema has none.
+
+    Arrays, not tensors: those would be handed over as memory of a process that ends.
+    """
+
+    logits: np.ndarray
+    labels: np.ndarray
+    users: np.ndarray | None
 
 
 KUAIRAND_PROFILE = {
@@ -243,7 +256,8 @@ def forget(batch: RecBatch, columns: dict[int, float]) -> RecBatch:
 def without_history(config: dict[str, Any], recipe: Recipe) -> dict[str, Any]:
     """The configuration without sequences and counters of the user, but with the user's id and profile."""
     config = copy.deepcopy(config)
-    config["model"]["network"]["init_args"]["config"]["sequence_mode"] = "none"
+    network = config["model"]["network"]["init_args"]
+    network.get("network", {"init_args": network})["init_args"]["config"]["sequence_mode"] = "none"
     data = config["data"]["init_args"]
     schema = data["schema"]
     data["counters"] = [counter for counter in data["counters"] if schema["user"] not in counter["by"]]
@@ -314,12 +328,21 @@ def run(name: str, variant: str, seed: int, extra: list[str]) -> list[dict[str, 
                 add(label, metrics)
             return rows
         cli = train(path, seed, folder, extra)
+        assert cli.model.network is not None
+        logits: list[Tensor] = []
+        hook = cli.model.network.register_forward_hook(lambda *call: logits.append(call[-1]))
         add("GEM, no history" if variant == "no history" else "GEM", evaluate(cli))
-        for row in rows:
+        hook.remove()
+        test = read_split(cli.datamodule, "test")
+        for i, row in enumerate(rows):
             row["seconds"] = time.monotonic() - start
+            row["outputs"] = Outputs(
+                torch.cat(logits)[:, i].numpy(),
+                torch.cat([batch.labels[:, i] for batch in test]).numpy(),
+                torch.cat([batch.user for batch in test]).numpy() if cli.datamodule.schema.user else None,
+            )
         if cli.datamodule.schema.sequences and variant == "full":
             columns = user_columns(cli.datamodule, recipe.new_user)
-            assert cli.model.network is not None
             cli.model.network.register_forward_pre_hook(lambda _, inputs: (forget(inputs[0], columns),))
             add("GEM, history masked", evaluate(cli))
     return rows
@@ -384,6 +407,30 @@ def fit_linear(batches: list[RecBatch], labels: Tensor, data: RecDataModule, dec
 
     optimizer.step(closure)
     return [weight.detach() for weight in (free[0], free[1], *fixed, *free[2:])]
+
+
+def average_seeds(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Figures of the mean logits of all seeds, which is another model: what the seeds' spread costs a single one.
+
+    Takes the outputs out of the rows.
+    """
+    groups: dict[tuple[str, str, str], list[Outputs]] = {}
+    for row in rows:
+        if "outputs" in row:
+            groups.setdefault((row["recipe"], row["task"], row["model"]), []).append(row.pop("outputs"))
+    averages = []
+    for (recipe, task, model), members in groups.items():
+        if len(members) > 1:
+            logits = np.mean([outputs.logits for outputs in members], axis=0)
+            labels, users = members[0].labels, members[0].users
+            figures = scores(
+                torch.from_numpy(logits),
+                torch.from_numpy(labels),
+                torch.from_numpy(users) if users is not None else None,
+            )
+            label = f"{model}, logits of {len(members)} seeds averaged"
+            averages.append({"recipe": recipe, "task": task, "model": label, "seed": "all", **figures})
+    return averages
 
 
 def summarise(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -472,6 +519,7 @@ def main(arguments: list[str] | None = None) -> None:
             for row in job.result():
                 print(f"{row['recipe']}, {row['task']}, {row['model']}: {row['auc']:.4f} / {row['ne']:.4f}", flush=True)
         rows = [row for job in jobs for row in job.result()]
+    rows += average_seeds(rows)
     means = summarise(rows)
     print_tables(means)
     path = options.output or ROOT / "benchmarks" / "results" / f"{date.today().isoformat()}_quality_cpu.csv"

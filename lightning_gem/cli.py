@@ -1,9 +1,15 @@
 """The command line: ``lightning-gem fit | validate | test | predict``."""
 
+import difflib
+import importlib
+import inspect
 import netrc
 import os
+import re
+import sys
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 from lightning.pytorch import LightningModule, Trainer
@@ -15,6 +21,8 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning_gem.callbacks import PredictionWriter, QualityTable, ResumableCheckpoint
 from lightning_gem.data import RecDataModule
 from lightning_gem.models import GEMModule
+
+_DEBUG = "LIGHTNING_GEM_DEBUG"
 
 
 class LoggedConfig(SaveConfigCallback):
@@ -47,6 +55,12 @@ class GEMCLI(LightningCLI):
             args=args,
             run=run,
         )
+
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        """Makes a parser, of the command or of a subcommand."""
+        parser = super().init_parser(**kwargs)
+        parser.__class__ = _Parser
+        return parser
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Adds the link and the callbacks that are always on."""
@@ -111,6 +125,71 @@ def _has_wandb_key() -> bool:
     return any("wandb" in host for host in hosts)
 
 
+class _Parser(LightningArgumentParser):
+    """Says what is wrong in one sentence, and last; with LIGHTNING_GEM_DEBUG as jsonargparse does."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Prints the error and exits with status 2."""
+        if not self.exit_on_error or os.environ.get(_DEBUG):
+            super().error(message, ex)
+        program = self.prog.replace(" [options]", "")
+        self.exit(
+            2, f"tip: {program} --help lists all options; {_DEBUG}=1 shows everything\nerror: {explain(message)}\n"
+        )
+
+
+_KEY = re.compile(r'Parser key "([^"]+)":?')
+_CLASS = re.compile(r"Problem with given class_path '([^']+)':?")
+_OPTION = re.compile(r"Option '([^']+)' is not accepted")
+# Lines by which jsonargparse reports attempts rather than mistakes.
+_ATTEMPTS = re.compile(
+    r"Does not validate against|Subtypes:|Errors:|Expected a <class 'NoneType'>|Given value|Type \S+ expects"
+    r"|Type collections\.abc"
+)
+
+
+def explain(message: str) -> str:
+    """The deepest sentence of a nested message of jsonargparse, after the keys that lead to it."""
+    keys: list[str] = []
+    cls = ""
+    for line in message.splitlines():
+        keys += [key for key in _KEY.findall(line) if key not in keys]
+        found = _CLASS.findall(line)
+        cls = found[-1] if found else cls
+        sentence = _CLASS.sub("", _KEY.sub("", line)).strip(" -")
+        if _ATTEMPTS.match(sentence) or not sentence:
+            continue
+        option = _OPTION.search(sentence)
+        if option and cls:
+            close = difflib.get_close_matches(option[1], _parameters(cls), n=1)
+            sentence += f" by {cls}" + (f": did you mean {close[0]!r}?" if close else "")
+        return f"{'.'.join(keys)}: {sentence}" if keys else sentence
+    return message
+
+
+def _parameters(class_path: str) -> list[str]:
+    module, _, name = class_path.rpartition(".")
+    try:
+        return list(inspect.signature(getattr(importlib.import_module(module), name)).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return []
+
+
+def _is_mistake_of_user(error: Exception) -> bool:
+    """Whether this package or the parser raised the error on purpose; others come with their traceback."""
+    frames = traceback.extract_tb(error.__traceback__)
+    origin = Path(frames[-1].filename).parts if frames else ()
+    return "jsonargparse" in origin or Path(__file__).parent in Path(frames[-1].filename).parents
+
+
 def main(args: Any = None) -> None:
-    """Entry point of the console script."""
-    GEMCLI(args)
+    """Entry point of the console script. Called with arguments, it raises errors as they are."""
+    if args is not None or os.environ.get(_DEBUG):
+        GEMCLI(args)
+        return
+    try:
+        GEMCLI()
+    except (ValueError, FileNotFoundError, RuntimeError) as error:
+        if not _is_mistake_of_user(error):
+            raise
+        sys.exit(f"tip: {_DEBUG}=1 shows where this was raised\nerror: {explain(str(error))}")

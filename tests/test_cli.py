@@ -1,5 +1,6 @@
 """The command line on a small log: all subcommands, resume, interruption, misspelt keys."""
 
+import json
 import os
 import signal
 import subprocess
@@ -100,8 +101,19 @@ def test_fit_validate_test_predict(config: dict[str, Any], capsys: pytest.Captur
     main(["predict", *arguments, "--ckpt_path", "run/checkpoints/last.ckpt"])
     predictions = pq.read_table("predictions")
     assert predictions.num_rows == 120
-    assert predictions.column_names == ["row", "user", "click_prediction", "click_label"]
+    assert predictions.column_names == ["row", "user", "time", "click_prediction", "click_label"]
     assert len(predictions["row"].unique()) == 120
+    (path,) = Path("predictions").iterdir()
+    assert pq.ParquetFile(path).num_row_groups == 1
+    carried = ["--predictions.columns", "[item, user, price]", "--predictions.row_group_rows", "50"]
+    main(["predict", *arguments, "--ckpt_path", "last", *carried])
+    identified = pq.read_table("predictions")
+    assert identified.column_names == ["row", "item", "user", "price", "time", "click_prediction", "click_label"]
+    log = pq.read_table("log.parquet").take(identified["row"])  # sorted by time already
+    assert all(identified[name].equals(log[name]) for name in ("item", "user", "price", "time"))
+    assert identified["click_prediction"].equals(predictions["click_prediction"])
+    metadata = pq.ParquetFile(path).metadata
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [50, 50, 20]
 
 
 @pytest.mark.parametrize("subcommand", ["validate", "test", "predict"])
@@ -173,6 +185,57 @@ def test_a_misspelt_key_is_named(
     with pytest.raises(SystemExit):
         main(["fit", *write(config)])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "last_line"),
+    [
+        (
+            lambda config: config["data"]["init_args"]["schema"]["sparse"][0].update(num_embedings=3),
+            2,
+            "error: data.schema.sparse: Option 'num_embedings' is not accepted by lightning_gem.data.SparseFeature: "
+            "did you mean 'num_embeddings'?",
+        ),
+        (
+            lambda config: config["data"]["init_args"]["schema"].update(tasks=[]),
+            1,
+            "error: schema.tasks is empty: name at least one label to predict",
+        ),
+        (
+            lambda config: config["data"]["init_args"]["schema"]["dense"].append({"name": "prise"}),
+            1,
+            "error: column 'prise' is missing (log.parquet): did you mean 'price'? the columns are user, item, time, "
+            "price, click",
+        ),
+    ],
+)
+def test_a_mistake_is_told_in_the_last_line(config: dict[str, Any], change: Any, status: int, last_line: str) -> None:
+    change(config)
+    arguments = write(config)
+
+    def run(**environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "lightning_gem", "fit", *arguments],
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
+            capture_output=True,
+            text=True,
+        )
+
+    result = run()
+    assert result.returncode == status
+    assert result.stderr.splitlines()[-1] == last_line
+    assert "Traceback" not in result.stderr
+    if status == 1:
+        assert "Traceback" in run(LIGHTNING_GEM_DEBUG="1").stderr
+
+
+def test_errors_that_are_no_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        json.loads("{")
+
+    monkeypatch.setattr("lightning_gem.cli.GEMCLI", fail)
+    with pytest.raises(json.JSONDecodeError):
+        main()
 
 
 def test_wandb_stays_offline_without_a_key(

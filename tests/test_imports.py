@@ -57,3 +57,12 @@ def test_every_part_has_an_arrow() -> None:
 def test_light_imports(module: str, absent: str) -> None:
     code = f"import sys, {module}; assert {absent!r} not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)
+
+
+def test_kernels_work_without_triton() -> None:
+    """As on macOS, where there is none."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; from lightning_gem.kernels import gdpa\n"
+        "x = torch.ones(3, 1, 4, requires_grad=True); gdpa(x, x, x, torch.tensor([0, 3])).sum().backward()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT.parent)

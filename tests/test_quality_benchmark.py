@@ -3,6 +3,7 @@
 import csv
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -47,6 +48,28 @@ def test_forget() -> None:
         assert sequence.max_seqlen == 0
         assert len(sequence.timestamps) == 0
     assert batch.sequences["views"].lengths_cpu.tolist() == [5, 0, 3]
+
+
+def test_seeds_are_averaged() -> None:
+    labels = np.array([0, 1, 0, 1], dtype=np.float32)
+    runs = [("GEM", 1, [0, 3, 1, 0.5]), ("GEM", 2, [0, 1, 0, 1]), ("other", 1, [0, 0, 0, 0])]
+    rows = [
+        {
+            "recipe": "criteo",
+            "task": "click",
+            "model": model,
+            "seed": seed,
+            "outputs": quality.Outputs(np.array(logits, dtype=np.float32), labels, None),
+        }
+        for model, seed, logits in runs
+    ]
+    (average,) = quality.average_seeds(rows)
+    assert average["model"] == "GEM, logits of 2 seeds averaged"
+    assert average["auc"] == 1
+    losses = np.log1p(np.exp([0, -2, 0.5, -0.75]))
+    assert average["log_loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert "gauc" not in average
+    assert not any("outputs" in row for row in rows)
 
 
 def test_mean_and_spread(tmp_path: Path) -> None:

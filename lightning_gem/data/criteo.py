@@ -1,5 +1,6 @@
 """Criteo's click logs: the Display Advertising Challenge, the 1 TB logs, and files like them."""
 
+import math
 from typing import Literal
 
 from lightning_gem.data.cache import atomic_directory, fingerprint
@@ -8,8 +9,11 @@ from lightning_gem.data.parquet_source import expand_paths
 from lightning_gem.data.parquet_stream import ParquetStream
 from lightning_gem.data.schema import DenseFeature, Schema, SparseFeature, Task
 
-# Below 0, from 0, then a bucket for every power of two.
-_BOUNDARIES = [0.0, *(float(1 << power) for power in range(31))]
+# Below 0, then from 0 on, to 2**30.
+_BOUNDARIES = {
+    "power_of_two": [0.0, *(float(1 << power) for power in range(31))],
+    "squared_log": [math.expm1(math.sqrt(square)) for square in range(433)],
+}
 
 
 class CriteoTSV(ParquetStream):
@@ -31,9 +35,12 @@ class CriteoTSV(ParquetStream):
         header: Whether the first line of each file has names.
         order_column: Position of an additional column with numbers that give the time order. The files of a split are
             then sorted in memory.
-        numeric: How counts are used: ``bucket``: their power of two as a category, missing being one of its own;
-            ``dense``: ``sign(x) * log(1 + |x|)`` with 0 for missing; ``both``.
-        categorical: Encoding of C1 .. C26, see :class:`~lightning_gem.data.schema.SparseFeature`.
+        numeric: How counts are used: ``bucket``: as categories, missing being one of its own; ``dense``:
+            ``sign(x) * log(1 + |x|)`` with 0 for missing; ``both``.
+        buckets: What a category of counts is: ``power_of_two``: the counts of one power of two; ``squared_log``: those
+            of one ``floor(log(1 + x) ** 2)``, which is finer for large counts. Counts below 0 are one category.
+        categorical: Encoding of C1 .. C26, see :class:`~lightning_gem.data.schema.SparseFeature`; missing is a value of
+            its own.
         num_embeddings: Rows of the tables of C1 .. C26, one number for all or a list of 26.
         embedding_dim: Width of all tables.
         min_count: Occurrences in the training split that the ``vocabulary`` encoding asks for.
@@ -55,6 +62,7 @@ class CriteoTSV(ParquetStream):
         header: bool = False,
         order_column: int | None = None,
         numeric: Literal["bucket", "dense", "both"] = "both",
+        buckets: Literal["power_of_two", "squared_log"] = "power_of_two",
         categorical: Literal["vocabulary", "hash"] = "vocabulary",
         num_embeddings: int | list[int] = 100_000,
         embedding_dim: int = 16,
@@ -65,7 +73,7 @@ class CriteoTSV(ParquetStream):
         seed: int = 0,
         cache_dir: str | None = None,
     ) -> None:
-        schema = criteo_schema(numeric, categorical, num_embeddings, embedding_dim, min_count)
+        schema = criteo_schema(numeric, buckets, categorical, num_embeddings, embedding_dim, min_count)
         super().__init__(
             schema,
             batch_size=batch_size,
@@ -95,6 +103,10 @@ class CriteoTSV(ParquetStream):
         self._convert()
         super().setup(stage)
 
+    def _how_to_give(self, split: str) -> str:
+        share = f", or set data.init_args.{split}_fraction above 0" if split != "train" else ""
+        return f"name its files as {split} (data.init_args.{split}){share}"
+
     def _convert(self) -> None:
         files = {split: expand_paths(paths, suffix="") for split, paths in self.files.items()}
         every = [file for group in files.values() for file in group]
@@ -108,6 +120,7 @@ class CriteoTSV(ParquetStream):
 
 def criteo_schema(
     numeric: Literal["bucket", "dense", "both"],
+    buckets: Literal["power_of_two", "squared_log"],
     categorical: Literal["vocabulary", "hash"],
     num_embeddings: int | list[int],
     embedding_dim: int,
@@ -118,13 +131,20 @@ def criteo_schema(
     if len(sizes) != len(CATEGORICAL):
         raise ValueError(f"num_embeddings is one number or a list of {len(CATEGORICAL)}, not of {len(sizes)}")
     sparse = [
-        SparseFeature(name, size, embedding_dim, encoding=categorical, min_count=min_count)
+        SparseFeature(
+            name,
+            size,
+            embedding_dim,
+            encoding=categorical,
+            min_count=min_count,
+            null_row=categorical == "vocabulary",
+        )
         for name, size in zip(CATEGORICAL, sizes, strict=True)
     ]
     if numeric != "dense":
-        rows = len(_BOUNDARIES) + 2
+        limits = _BOUNDARIES[buckets]
         sparse += [
-            SparseFeature(f"{name}_bucket", rows, embedding_dim, name, encoding="bucket", boundaries=_BOUNDARIES)
+            SparseFeature(f"{name}_bucket", len(limits) + 2, embedding_dim, name, encoding="bucket", boundaries=limits)
             for name in NUMERIC
         ]
     dense = [DenseFeature(name, transform="log1p", fill=0.0) for name in NUMERIC] if numeric != "bucket" else []

@@ -4,11 +4,13 @@
 """
 
 import hashlib
+import warnings
 from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from lightning_gem.data.columns import (
     Column,
@@ -26,7 +28,7 @@ from lightning_gem.data.schema import TIME_UNITS_PER_SECOND, DenseFeature, Spars
 Ints: TypeAlias = npt.NDArray[np.int64]
 Floats: TypeAlias = npt.NDArray[np.float32]
 
-NULL_KEY = -1
+_YEAR_2200 = 7_258_118_400
 _NULL_CODE = np.uint64(0x6E756C6C_76616C75)
 _BLOCK = 1 << 15
 
@@ -73,10 +75,10 @@ def encode_ids(
 ) -> Ints:
     """Rows of the feature's table for raw values.
 
-    Nulls and NaN: ``hash`` gives them a row like any other value, ``vocabulary`` row 0, ``bucket`` the row after the
-    last bucket or, if the table has no such row, the last bucket; for ``index`` they are an error. Hashes depend on the
-    value, ``num_embeddings`` and the name of the table only: not on the width of integers, nor on whether whole numbers
-    are stored as floats, nor on the process.
+    Nulls and NaN: ``hash`` gives them a row like any other value, ``vocabulary`` row 0 or, with ``null_row``, the last,
+    ``bucket`` the row after the last bucket or, if the table has no such row, the last bucket; for ``index`` they are
+    an error. Hashes depend on the value, ``num_embeddings`` and the name of the table only: not on the width of
+    integers, nor on whether whole numbers are stored as floats, nor on the process.
 
     Args:
         feature: Says how to encode.
@@ -117,7 +119,10 @@ def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: Vocabular
     if feature.encoding == "vocabulary":
         if vocabulary is None:
             raise ValueError(f"{place}: the vocabulary encoding needs a vocabulary: fit one on the training split")
-        return vocabulary.look_up(array, place)
+        rows = vocabulary.look_up(array, place)
+        if feature.null_row:
+            rows[to_numpy(pc.is_null(array, nan_is_null=True))] = feature.num_embeddings - 1
+        return rows
     if feature.encoding == "bucket":
         check_number(array, place)
         numbers = to_floats(array)
@@ -257,19 +262,39 @@ def encode_times(column: str, values: Column, unit: str, where: str) -> Ints:
         raise ValueError(f"{place}: null at position {first_true(array.is_null())}: every row and event needs a time")
     if pa.types.is_date(array.type):
         array = array.cast(pa.timestamp("ms"))
-    if pa.types.is_timestamp(array.type):
+    stamped = pa.types.is_timestamp(array.type)
+    if stamped:
         unit = array.type.unit
         array = array.cast(pa.int64())
     per_second = TIME_UNITS_PER_SECOND[unit]
     if pa.types.is_integer(array.type):
         times = to_numpy(array).astype(np.int64, copy=False)
-        return times if per_second == 1 else times // per_second
+        times = times if per_second == 1 else times // per_second
+        if not stamped:
+            _warn_of_far_future(column, times, unit)
+        return times
     if pa.types.is_floating(array.type):
         numbers = to_floats(array)
         if not np.isfinite(numbers).all():
             raise ValueError(f"{place}: NaN or infinite time: every row and event needs a time")
-        return np.floor(numbers / per_second).astype(np.int64)
+        times = np.floor(numbers / per_second).astype(np.int64)
+        _warn_of_far_future(column, times, unit)
+        return times
     raise ValueError(f"{place}: type {array.type} is no time: store integers in {unit} or Arrow timestamps")
+
+
+def _warn_of_far_future(column: str, times: Ints, unit: str) -> None:
+    """Warns of milliseconds taken as seconds and the like. Small numbers may be times since any beginning."""
+    units = list(TIME_UNITS_PER_SECOND)
+    latest, finer = int(times.max(initial=0)), units.index(unit)
+    while latest > _YEAR_2200 and finer + 1 < len(units):
+        latest, finer = latest // 1000, finer + 1
+    if units[finer] != unit:
+        warnings.warn(
+            f"time column {column!r} read in {unit} has times after the year 2200: if they are in {units[finer]}, set "
+            f"schema.time_unit: {units[finer]}",
+            stacklevel=2,
+        )
 
 
 def encode_labels(tasks: list[Task], table: pa.Table | pa.RecordBatch, where: str) -> tuple[Floats, Floats]:
@@ -289,8 +314,10 @@ def encode_labels(tasks: list[Task], table: pa.Table | pa.RecordBatch, where: st
         missing = np.isnan(label)
         bad = (label != 0) & (label != 1) & ~missing
         if bad.any():
+            position = int(np.flatnonzero(bad)[0])
             raise ValueError(
-                f"{place}: label {array[int(np.flatnonzero(bad)[0])].as_py()} is not 0, 1 or null: derive a 0/1 column"
+                f"{place}: label {array[position].as_py()} at position {position} is not 0, 1 or null: derive a 0/1 "
+                "column"
             )
         if task.weight is not None:
             array = fetch(table, task.weight, where)
@@ -299,9 +326,10 @@ def encode_labels(tasks: list[Task], table: pa.Table | pa.RecordBatch, where: st
             weight = to_floats(array, np.float32)
             bad = ~(np.isfinite(weight) & (weight >= 0))
             if bad.any():
+                position = int(np.flatnonzero(bad)[0])
                 raise ValueError(
-                    f"{place}: weight {array[int(np.flatnonzero(bad)[0])].as_py()} is not a finite number >= 0: write "
-                    "0 where a row must not count"
+                    f"{place}: weight {array[position].as_py()} at position {position} is not a finite number >= 0: "
+                    "write 0 where a row must not count"
                 )
             weights[:, i] = weight
         if task.given is not None:
@@ -311,8 +339,14 @@ def encode_labels(tasks: list[Task], table: pa.Table | pa.RecordBatch, where: st
     return labels, weights
 
 
-def encode_keys(column: str, values: Column, where: str) -> Ints:
-    """Integers as they are, text hashed to 63 bits, nulls :data:`NULL_KEY`.
+def encode_keys(column: str, values: Column, where: str, first_row: int = 0) -> Ints:
+    """Integers as they are, text hashed to 63 bits; every null is a key of its own, the lowest integers being theirs.
+
+    Args:
+        column: Name that errors use.
+        values: Flat raw values.
+        where: Place that errors name.
+        first_row: Number of the first row in its split, from which the keys of nulls are counted.
 
     Raises:
         ValueError: If values are neither integers nor text.
@@ -320,11 +354,15 @@ def encode_keys(column: str, values: Column, where: str) -> Ints:
     array = one_array(values)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    missing = to_numpy(array.is_null()) if array.null_count else None
     if pa.types.is_integer(array.type):
-        filled = array.fill_null(NULL_KEY) if array.null_count else array
-        return to_numpy(filled).astype(np.int64, copy=False)
-    if not is_text(array.type):
+        keys = to_numpy(array.fill_null(0) if array.null_count else array).astype(np.int64, copy=False)
+    elif is_text(array.type):
+        coded = array.dictionary_encode()
+        hashed = (_codes(coded.dictionary, column) >> np.uint64(1)).view(np.int64)
+        keys = np.append(hashed, 0)[to_numpy(coded.indices.fill_null(len(hashed)))]
+    else:
         raise ValueError(f"key column {column!r} ({where}) has type {array.type}: store integers or strings")
-    array = array.dictionary_encode()
-    keys = (_codes(array.dictionary, column) >> np.uint64(1)).view(np.int64)
-    return np.append(keys, NULL_KEY)[to_numpy(array.indices.fill_null(len(keys)))]
+    if missing is None:
+        return keys
+    return np.where(missing, np.iinfo(np.int64).min + first_row + np.arange(len(keys)), keys)

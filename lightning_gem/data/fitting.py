@@ -135,7 +135,7 @@ def _flat(table: pa.Table | pa.RecordBatch, column: str, where: str) -> pa.Array
 def fit_vocabulary(feature: SparseFeature, values: Column) -> Vocabulary:
     """Values with at least ``min_count`` occurrences, by descending count, then ascending value.
 
-    At most ``num_embeddings - 1`` of them: row 0 is for all others.
+    At most ``num_embeddings - 1`` of them, one less with ``null_row``: row 0 is for all others.
     """
     return top_values(feature, count_values(values))
 
@@ -162,7 +162,7 @@ def top_values(feature: SparseFeature, counts: pa.Table) -> Vocabulary:
     total = counts.group_by("values").aggregate([("counts", "sum")])
     total = total.filter(pc.field("counts_sum") >= feature.min_count)
     total = total.sort_by([("counts_sum", "descending"), ("values", "ascending")])
-    return Vocabulary(one_array(total.column("values").slice(0, feature.num_embeddings - 1)))
+    return Vocabulary(one_array(total.column("values").slice(0, feature.num_embeddings - 1 - feature.null_row)))
 
 
 def fit_statistics(feature: DenseFeature, values: Column) -> tuple[float, float]:

@@ -28,6 +28,10 @@ class Earlier:
     begins: Ints
     ends: Ints
 
+    def counts(self) -> Ints:
+        """Number of earlier rows."""
+        return self.ends - self.begins
+
     def sums(self, values: Ints) -> Ints:
         """Sum of whole numbers over the earlier rows: exact, so that later rows cannot change even a rounding."""
         before = _exclusive_sums(values[self.order])
@@ -40,6 +44,48 @@ class Earlier:
     def last(self, count: int) -> "Earlier":
         """Only the latest ``count`` of the earlier rows."""
         return Earlier(self.order, np.maximum(self.begins, self.ends - count), self.ends)
+
+    def since(self, first: Ints) -> "Earlier":
+        """Only the earlier rows from row ``first[i]`` on, which may not be later than row ``i``; of whole groups."""
+        num_rows = len(self.order)
+        # Ascending, for the start of a group stands for the group.
+        keys = self.begins[self.order] * num_rows + self.order
+        return Earlier(self.order, np.searchsorted(keys, self.begins * num_rows + first), self.ends)
+
+
+@dataclass
+class EarlierByValue:
+    """The same for rows with any number of values, each a group: an earlier row counts once for every shared value.
+
+    Attributes:
+        earlier: Earlier pairs of a row and one of its values, for every pair.
+        rows: Row of every pair, ascending.
+        starts: Position of every row's first pair, and the number of pairs, ``(num_rows + 1,)``.
+    """
+
+    earlier: Earlier
+    rows: Ints
+    starts: Ints
+
+    def _add_up(self, values: Ints) -> Ints:
+        before = _exclusive_sums(values)[self.starts]
+        return before[1:] - before[:-1]
+
+    def counts(self) -> Ints:
+        """Number of earlier pairs of all values of a row."""
+        return self._add_up(self.earlier.counts())
+
+    def sums(self, values: Ints) -> Ints:
+        """Sum of whole numbers, one for each row, over these pairs."""
+        return self._add_up(self.earlier.sums(values[self.rows]))
+
+    def last(self, count: int) -> "EarlierByValue":
+        """Only the latest ``count`` of the earlier rows with a value, for every value."""
+        return EarlierByValue(self.earlier.last(count), self.rows, self.starts)
+
+    def since(self, first: Ints) -> "EarlierByValue":
+        """Only the earlier rows from row ``first[i]`` on, see :meth:`Earlier.since`."""
+        return EarlierByValue(self.earlier.since(self.starts[first[self.rows]]), self.rows, self.starts)
 
 
 def earlier_rows(groups: Ints, times: npt.NDArray[np.generic]) -> Earlier:
@@ -82,7 +128,11 @@ def histories(earlier: Earlier, max_len: int, keep: npt.NDArray[np.bool_] | None
 
 
 def running_rate(
-    group: Earlier, everyone: Earlier, outcome: npt.NDArray[np.float64], prior: float, log_odds: bool = False
+    group: Earlier | EarlierByValue,
+    everyone: Earlier,
+    outcome: npt.NDArray[np.float64],
+    prior: float,
+    log_odds: bool = False,
 ) -> npt.NDArray[np.float64]:
     """Mean outcome of the earlier rows of the group, shrunk towards that of all earlier rows.
 

@@ -1,11 +1,12 @@
 """A log of (user, item, time, outcomes) as point-in-time requests with histories of strictly earlier events."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from lightning_gem.data.cache import atomic_directory, default_cache_dir, fingerprint, load_arrays
 from lightning_gem.data.fitting import Fitted
@@ -19,15 +20,16 @@ from lightning_gem.data.log_config import (
     Split,
     complete_schema,
 )
+from lightning_gem.data.log_table import read_original
 from lightning_gem.data.module import RecDataModule
-from lightning_gem.data.rows import Bags, Events, Rows
+from lightning_gem.data.rows import Bags, Events, Ints, Rows
 from lightning_gem.data.schema import Schema
 
 __all__ = ["Counter", "Derived", "InteractionLog", "Join", "LogSource", "Split"]
 
 CHUNK_ROWS = 1024
 # Part of the cache key: to be raised when the same arguments give other arrays.
-FORMAT = 1
+FORMAT = 2
 
 
 class InteractionLog(RecDataModule):
@@ -122,6 +124,18 @@ class InteractionLog(RecDataModule):
         names = [path.stem.removeprefix("split_") for path in folder.glob("split_*.npy")]
         self.sources = {name: LogSource(folder, name, self.schema) for name in names}
         self.fitted = Fitted.load(folder)
+
+    def _how_to_give(self, split: str) -> str:
+        if not self.sources:
+            return "call prepare_data() and setup() first"
+        return f"set data.init_args.split.{split} above 0, or split.{split}_from to its first time"
+
+    def original_columns(self, split: str, columns: list[str]) -> Callable[[Ints], pa.Table]:
+        """As in the base class, with the columns of joins too; the columns of the whole log are held in memory."""
+        source = self.sources[split]
+        assert isinstance(source, LogSource)
+        table, order = read_original(self.config, columns), source.arrays["order"]
+        return lambda rows: table.take(pa.array(order[rows]))
 
 
 class LogSource:

@@ -24,9 +24,10 @@ Arrays = dict[str, npt.NDArray[np.generic]]
 def build_log(config: LogConfig, folder: Path) -> None:
     """Reads, joins, sorts and encodes a log and writes the arrays, with a progress bar over these stages.
 
-    Per row of the sorted log there are ``dense``, ``labels``, ``weights``, ``times``, ``domain``, ``user``,
-    ``sparse<i>`` (of lists: the values of all rows in turn, with ``sparse<i>_starts`` and ``sparse<i>_lengths``),
-    ``seq<i>_starts`` and ``seq<i>_lengths``; per event ``seq<i>_ids``, ``seq<i>_floats`` and ``seq<i>_times``; and the
+    Per row of the sorted log there are ``order`` (its position in the files), ``dense``, ``labels``, ``weights``,
+    ``times``, ``domain``, ``user``, ``sparse<i>`` (of lists: the values of all rows in turn, with ``sparse<i>_starts``
+    and ``sparse<i>_lengths``), ``seq<i>_starts`` and ``seq<i>_lengths``; per event ``seq<i>_ids``, ``seq<i>_floats``
+    and ``seq<i>_times``; and the
     rows ``split_<name>`` of each split. ``<i>`` counts as in the schema.
     """
     stages = 5 + len(config.counters) + len(config.schema.sequences)
@@ -77,6 +78,7 @@ def _encode_rows(log: Log, fitted: Fitted) -> Arrays:
         log.column(task.source)
     coded = [encode_labels(schema.tasks, log.table.slice(start, stop - start), path) for path, start, stop in log.parts]
     arrays: Arrays = {
+        "order": log.order,
         "times": log.seconds,
         "user": log.users,
         "domain": np.zeros(num_rows, dtype=np.int64),

@@ -1,5 +1,6 @@
 """What an interaction log consists of, as typed arguments, and the checks that need no file."""
 
+import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -7,7 +8,7 @@ from lightning_gem.data.schema import DenseFeature, Schema
 
 Scalar = bool | int | float | str
 
-_NUM_COLUMNS = {"ratio": 2, "at_least": 1, "bucket": 1, "hour": 0, "weekday": 0, "file": 0}
+_NUM_COLUMNS = {"ratio": 2, "at_least": 1, "bucket": 1, "number": 1, "hour": 0, "weekday": 0, "file": 0}
 
 
 @dataclass
@@ -51,19 +52,31 @@ class Derived:
             of the same user and seconds since the latest of them (null: none), or of the same values of ``columns``;
             ``ratio``: first column divided by the second (null where that is 0); ``at_least``: 1 where the column
             reaches ``value``, else 0; ``bucket``: index of the column's interval in ``boundaries``; ``cross``: the
-            columns as one text, to be used as a categorical value.
+            columns as one text, to be used as a categorical value; ``number``: what the named group of ``pattern``
+            finds in a text column, such as the year of "Heat (1995)" (null: nothing).
         columns: Inputs of the op.
         value: Threshold of ``at_least``.
         boundaries: Ascending interval limits of ``bucket``.
+        pattern: Regular expression of ``number`` (RE2), with one named group: ``\\((?P<year>\\d{4})\\)``.
     """
 
     name: str
     op: Literal[
-        "hour", "weekday", "file", "num_earlier", "seconds_since_previous", "ratio", "at_least", "bucket", "cross"
+        "hour",
+        "weekday",
+        "file",
+        "num_earlier",
+        "seconds_since_previous",
+        "ratio",
+        "at_least",
+        "bucket",
+        "cross",
+        "number",
     ]
     columns: list[str] = field(default_factory=list)
     value: float | None = None
     boundaries: list[float] = field(default_factory=list)
+    pattern: str | None = None
 
 
 @dataclass
@@ -75,25 +88,30 @@ class Counter:
     ``(sum + prior * rate of all earlier events) / (count + prior)``.
 
     Args:
-        by: Columns that an event must share with the request; none counts all events. Null is a value of its own.
+        by: Columns that an event must share with the request; none counts all events. Null is a value of its own. One
+            may be a list column: then an event counts once for every value that both lists have.
         outcomes: 0/1 columns to average; nulls do not count.
         prior: Number of events that the overall rate weighs.
         last: Only the latest ``last`` of these events count; all when not given.
+        within: Only the events of the ``within`` seconds before the request count; all when not given.
         log_odds: Give rates as log odds minus the log odds of the overall rate: 0 where nothing is known.
-        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``, with ``_last<n>``.
+        name: Prefix of the feature names; by default the ``by`` columns joined by ``_``, or ``all``, with ``_last<n>``
+            and ``_within<seconds>``.
     """
 
     by: list[str] = field(default_factory=list)
     outcomes: list[str] = field(default_factory=list)
     prior: float = 10.0
     last: int | None = None
+    within: int | None = None
     log_odds: bool = False
     name: str | None = None
 
     @property
     def prefix(self) -> str:
         """What the feature names begin with."""
-        return self.name or ("_".join(self.by) or "all") + (f"_last{self.last}" if self.last else "")
+        windows = [f"_{name}{size}" for name, size in (("last", self.last), ("within", self.within)) if size]
+        return self.name or "".join(["_".join(self.by) or "all", *windows])
 
     @property
     def count_name(self) -> str:
@@ -181,8 +199,9 @@ class LogConfig:
         for counter in self.counters:
             if counter.prior <= 0:
                 raise ValueError(f"counter {counter.count_name}: prior must be positive, not {counter.prior}")
-            if counter.last is not None and counter.last < 1:
-                raise ValueError(f"counter {counter.count_name}: last must be positive, not {counter.last}")
+            for name, size in (("last", counter.last), ("within", counter.within)):
+                if size is not None and size < 1:
+                    raise ValueError(f"counter {counter.count_name}: {name} must be positive, not {size}")
         late = {derived.name for derived in self.derived}
         late |= {name for counter in self.counters for name in counter.names}
         for what, columns in (
@@ -214,6 +233,18 @@ class LogConfig:
             raise ValueError(f"derived {derived.name!r}: at_least needs a value, other ops take none")
         if (derived.op == "bucket") != bool(derived.boundaries) or sorted(derived.boundaries) != derived.boundaries:
             raise ValueError(f"derived {derived.name!r}: bucket needs ascending boundaries, other ops take none")
+        if (derived.op == "number") != (derived.pattern is not None):
+            raise ValueError(f"derived {derived.name!r}: number needs a pattern, other ops take none")
+        if derived.pattern is not None:
+            try:
+                groups = re.compile(derived.pattern).groupindex
+            except re.error as error:
+                raise ValueError(f"derived {derived.name!r}: pattern {derived.pattern!r}: {error}") from error
+            if len(groups) != 1:
+                raise ValueError(
+                    f"derived {derived.name!r}: pattern {derived.pattern!r} has {len(groups)} named groups, but needs "
+                    "one, such as (?P<year>\\d{4})"
+                )
         if derived.op in ("num_earlier", "seconds_since_previous") and not (derived.columns or self.schema.user):
             raise ValueError(f"derived {derived.name!r}: {derived.op} needs columns or schema.user")
 
@@ -233,11 +264,21 @@ class LogConfig:
 
     @property
     def outcome_columns(self) -> set[str]:
-        """Columns that are not known before the event: outcomes, labels, and what follows from them."""
+        """Columns that are not known before the event: outcomes, labels, weights, what they follow from, and what
+        follows from them.
+
+        A label that is computed from one column makes that column an outcome. Of a ratio one side may be known, as is
+        the length of a video beside the time it was watched: unless an outcome is among the two, it is the numerator.
+        """
         outcomes = {*self.outcomes, *(task.source for task in self.schema.tasks)}
+        outcomes |= {task.weight for task in self.schema.tasks if task.weight}
         for derived in reversed(self.derived):
-            if derived.op == "at_least" and derived.name in outcomes:
+            if derived.name not in outcomes:
+                continue
+            if derived.op in ("at_least", "bucket"):
                 outcomes.update(derived.columns)
+            if derived.op == "ratio" and not outcomes.intersection(derived.columns):
+                outcomes.add(derived.columns[0])
         for join in self.joins:
             if join.keys[0] in outcomes:
                 outcomes.update(join.names)

@@ -10,9 +10,19 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from lightning_gem.data.columns import check_number, fetch, first_true, is_list, one_array, to_floats, to_numpy
+from lightning_gem.data.columns import (
+    check_number,
+    fetch,
+    first_true,
+    flatten,
+    is_list,
+    is_text,
+    one_array,
+    to_floats,
+    to_numpy,
+)
 from lightning_gem.data.encoding import encode_keys, encode_times
-from lightning_gem.data.history import Earlier, earlier_rows, group_codes, running_rate
+from lightning_gem.data.history import Earlier, EarlierByValue, earlier_rows, group_codes, running_rate
 from lightning_gem.data.log_config import Counter, Derived, LogConfig
 from lightning_gem.data.rows import Ints
 from lightning_gem.data.schema import TIME_UNITS_PER_SECOND
@@ -85,6 +95,14 @@ class Log:
         columns_of_groups = [self.column(name).take(pa.array(self.order)) for name in columns]
         return earlier_rows(group_codes(columns_of_groups, len(self.order)), self.times)
 
+    def earlier_by_value(self, columns: list[str], lists: str) -> EarlierByValue:
+        """The same for every value of the list column ``lists``."""
+        values, lengths = flatten(one_array(self.table.column(lists)).take(pa.array(self.order)))
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        others = [self.column(name).take(pa.array(self.order[rows])) for name in columns]
+        pairs = earlier_rows(group_codes([values, *others], len(rows)), self.times[rows])
+        return EarlierByValue(pairs, rows, np.concatenate([[0], np.cumsum(lengths)]))
+
     def add(self, name: str, values: npt.NDArray[np.generic]) -> None:
         """Adds a column given for the sorted rows; NaN is null. The rows dropped as duplicates get a harmless 0."""
         column = np.zeros(self.table.num_rows, dtype=values.dtype)
@@ -115,6 +133,17 @@ def read_log(config: LogConfig) -> Log:
         table = split_lists(table, column, separator, where)
     none = np.empty(0, dtype=np.int64)
     return Log(config, table, parts, where, none, none, none, none)
+
+
+def read_original(config: LogConfig, columns: list[str]) -> pa.Table:
+    """Columns of the log and of its joins, rows in the order of the files."""
+    joins = [join for join in config.joins if set(columns).intersection(join.names)]
+    joined = {name for join in joins for name in join.names}
+    own = sorted({*columns, *(join.keys[0] for join in joins)} - joined)
+    table = concat_tables([read_columns(path, own) for path in config.log], config.log)
+    for join in joins:
+        table = join_table(table, join, config.numeric_columns, config.log[0])
+    return table.select(columns)
 
 
 def sort_log(log: Log) -> None:
@@ -160,11 +189,13 @@ def add_derived(log: Log, derived: Derived) -> None:
     elif derived.op in ("num_earlier", "seconds_since_previous"):
         earlier = log.earlier(derived.columns or [str(config.schema.user)])
         if derived.op == "num_earlier":
-            log.add(derived.name, earlier.ends - earlier.begins)
+            log.add(derived.name, earlier.counts())
         else:
             latest = earlier.latest()
             gaps = (log.times - log.times[latest]) / _units_per_second(log)
             log.add(derived.name, np.where(latest < 0, np.nan, gaps))
+    elif derived.op == "number":
+        log.table = log.table.append_column(derived.name, _find_numbers(log, derived))
     elif derived.op == "cross":
         texts = [log.column(name).cast(pa.large_string()) for name in derived.columns]
         bar = pa.scalar("|", pa.large_string())
@@ -185,12 +216,34 @@ def add_derived(log: Log, derived: Derived) -> None:
         log.table = log.table.append_column(derived.name, column)
 
 
+def _find_numbers(log: Log, derived: Derived) -> pa.Array:
+    """What the named group of a pattern finds in a text column; null where it finds nothing."""
+    column = log.column(derived.columns[0])
+    place = f"derived {derived.name!r} (column {derived.columns[0]!r}, {log.where})"
+    if not is_text(column.type):
+        raise ValueError(f"{place}: type {column.type} is no text to find a number in: use the column itself")
+    try:
+        found = pc.struct_field(pc.extract_regex(column, derived.pattern), 0)
+        return found.cast(pa.string()).cast(pa.float64())
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"{place}: {derived.pattern!r} does not lead to one number per row: {error}") from error
+
+
 def add_counter(log: Log, counter: Counter) -> None:
     """Adds the columns of a counter."""
-    group, everyone = log.earlier(counter.by), log.earlier([])
+    everyone, lists = log.earlier([]), [name for name in counter.by if log.is_list(name)]
+    if len(lists) > 1:
+        raise ValueError(
+            f"counter {counter.count_name!r}: {lists} are list columns ({log.where}), but by takes only one"
+        )
+    flat = [name for name in counter.by if name not in lists]
+    group = log.earlier_by_value(flat, lists[0]) if lists else log.earlier(flat)
+    if counter.within is not None:
+        oldest = log.times - counter.within * _units_per_second(log)
+        group = group.since(np.searchsorted(log.times, oldest))
     if counter.last is not None:
         group = group.last(counter.last)
-    log.add(counter.count_name, group.ends - group.begins)
+    log.add(counter.count_name, group.counts())
     for outcome in counter.outcomes:
         values = _numbers(log, outcome, f"counter {counter.count_name!r}")
         wrong = ~np.isnan(values) & (values != 0) & (values != 1)

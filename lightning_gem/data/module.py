@@ -1,10 +1,13 @@
 """What all data modules share: splits as row sources, loaders for the ranks of the trainer."""
 
+from collections.abc import Callable
 from typing import Any
 
+import pyarrow as pa
 from lightning.pytorch import LightningDataModule
 
 from lightning_gem.data.fitting import Fitted
+from lightning_gem.data.rows import Ints
 from lightning_gem.data.schema import Schema
 from lightning_gem.data.stream import BatchStream, RowSource, StreamLoader
 
@@ -43,7 +46,8 @@ class RecDataModule(LightningDataModule):
 
     def _loader(self, split: str, shuffle: bool = False) -> StreamLoader:
         if split not in self.sources:
-            raise ValueError(f"{type(self).__name__} has no {split!r} split: there are {sorted(self.sources)}")
+            there = f"there are {', '.join(sorted(self.sources))}" if self.sources else "none is open yet"
+            raise ValueError(f"{type(self).__name__} has no {split!r} split ({there}): {self._how_to_give(split)}")
         ranks = {"num_replicas": 1, "rank": 0}
         if self.trainer is not None:
             ranks = getattr(self.trainer.strategy, "distributed_sampler_kwargs", None) or ranks
@@ -57,6 +61,22 @@ class RecDataModule(LightningDataModule):
         )
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return StreamLoader(stream, self.num_workers, pin_memory=on_gpu)
+
+    def _how_to_give(self, split: str) -> str:
+        """What to do about a missing split."""
+        return f"set up a stage that reads it, or fill sources[{split!r}] in setup()"
+
+    def original_columns(self, split: str, columns: list[str]) -> Callable[[Ints], pa.Table]:
+        """Gives a function that reads columns of the input for some values of ``RecBatch.row``.
+
+        Args:
+            split: The split.
+            columns: Columns of the files, whether or not the schema uses them.
+
+        Raises:
+            ValueError: If a column is missing, or this data module has no files.
+        """
+        raise ValueError(f"{type(self).__name__} cannot give columns of its input: leave predictions.columns empty")
 
     def train_dataloader(self) -> StreamLoader:
         """Batches of the training split, shuffled, from the position of the checkpoint on."""

@@ -3,7 +3,7 @@
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,11 +74,13 @@ class TableEncoder:
         schema: Says how.
         fitted: What its vocabularies and statistics are.
         labels: Whether the label columns must be there; otherwise all labels of a table without them are missing.
+        future_events: Whether histories may hold events later than their request.
     """
 
     schema: Schema
     fitted: Fitted
     labels: bool = True
+    future_events: bool = False
 
     def columns(self, names: list[str]) -> list[str]:
         """Columns to read of a file that has columns ``names``."""
@@ -110,14 +112,14 @@ class TableEncoder:
             values = fetch(table, schema.timestamp, where, nulls=True)
             times = encode_times(schema.timestamp, values, schema.time_unit, where)
         if schema.user:
-            user = encode_keys(schema.user, fetch(table, schema.user, where, nulls=True), where)
+            user = encode_keys(schema.user, fetch(table, schema.user, where, nulls=True), where, first_row)
         if schema.domain:
             surfaces = SparseFeature(schema.domain, schema.num_domains, encoding="index")
             domain = encode_ids(surfaces, fetch(table, schema.domain, where, nulls=True), None, where)
         return Rows(
             dense=dense,
             sparse={feature.name: self._bag(feature, table, where) for feature in schema.sparse},
-            sequences={sequence.name: self._events(sequence, table, where) for sequence in schema.sequences},
+            sequences={sequence.name: self._events(sequence, table, times, where) for sequence in schema.sequences},
             sequence_keys={sequence.name: sequence.keys for sequence in schema.sequences},
             request_timestamps=times,
             domain=domain,
@@ -145,7 +147,7 @@ class TableEncoder:
         values, lengths = flatten(array)
         return Bags(self._ids(feature, values, None, where), np.cumsum(lengths) - lengths, lengths)
 
-    def _events(self, sequence: Sequence, table: pa.Table | pa.RecordBatch, where: str) -> Events:
+    def _events(self, sequence: Sequence, table: pa.Table | pa.RecordBatch, requests: Ints, where: str) -> Events:
         values, lengths = flatten(fetch(table, sequence.timestamp, where, lists=True, nulls=True))
         times = encode_times(sequence.timestamp, values, self.schema.time_unit, where)
         flat = []
@@ -160,6 +162,8 @@ class TableEncoder:
             flat.append(values)
         ends = np.cumsum(lengths)
         self._check_ascending(sequence, times, ends, where)
+        if not self.future_events:
+            self._check_past(sequence, times, lengths, ends, requests, where)
         ids = np.empty((len(sequence.features), len(times)), dtype=np.int64)
         floats = np.empty((len(times), len(sequence.floats)), dtype=np.float32)
         for i, feature in enumerate(sequence.features):
@@ -180,6 +184,21 @@ class TableEncoder:
             raise ValueError(
                 f"sequence {sequence.name!r} ({where}): the times in {sequence.timestamp!r} of row {row} decrease from "
                 f"{times[falls[0] - 1]} s to {times[falls[0]]} s: sort each history by time, oldest first"
+            )
+
+    def _check_past(
+        self, sequence: Sequence, times: Ints, lengths: Ints, ends: Ints, requests: Ints, where: str
+    ) -> None:
+        """The latest event of each row, which is its last, must not be later than the request."""
+        filled = np.flatnonzero(lengths)
+        late = filled[times[ends[filled] - 1] > requests[filled]]
+        if len(late):
+            row = int(late[0])
+            raise ValueError(
+                f"sequence {sequence.name!r} ({where}): row {row} has an event at {times[ends[row] - 1]} s in "
+                f"{sequence.timestamp!r}, later than its request at {requests[row]} s in {self.schema.timestamp!r}: "
+                "the model would see the future; cut histories at the request, check time_unit, or set "
+                "allow_future_events: true"
             )
 
 
@@ -238,6 +257,36 @@ class ParquetSource:
         if cursor is None or cursor.key != (chunk, os.getpid()) or start < cursor.start:
             cursor = self._cursor = _Cursor((chunk, os.getpid()), self.encoder, *self._chunks[chunk])
         return cursor.read(start, stop)
+
+    def original_columns(self, columns: list[str]) -> Callable[[Ints], pa.Table]:
+        """Gives a function that reads columns for some rows; the latest row group is kept.
+
+        Raises:
+            ValueError: If a file lacks a column.
+        """
+        for path in dict.fromkeys(path for path, _, _ in self._chunks):
+            names = pq.read_schema(path).names
+            for column in columns:
+                if column not in names:
+                    check_column(pq.read_schema(path), column, f"file {path}")
+        firsts = np.array([first for _, _, first in self._chunks])
+        kept: tuple[int, pa.Table] | None = None
+
+        def read(rows: Ints) -> pa.Table:
+            nonlocal kept
+            chunks = np.searchsorted(firsts, rows, side="right") - 1
+            cuts = np.flatnonzero(np.diff(chunks)) + 1
+            parts = []
+            for part in np.split(np.arange(len(rows)), cuts):
+                chunk = int(chunks[part[0]])
+                if kept is None or kept[0] != chunk:
+                    path, group, _ = self._chunks[chunk]
+                    with _reading(f"file {path}, row group {group}"):
+                        kept = chunk, pq.ParquetFile(path).read_row_group(group, columns=columns)
+                parts.append(kept[1].take(pa.array(rows[part] - firsts[chunk])))
+            return pa.concat_tables(parts, promote_options="permissive").select(columns)
+
+        return read
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cursor": None}

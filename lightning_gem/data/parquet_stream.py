@@ -1,11 +1,15 @@
 """Rows from Parquet files of any size."""
 
+from collections.abc import Callable
 from pathlib import Path
+
+import pyarrow as pa
 
 from lightning_gem.data.cache import atomic_directory, default_cache_dir, fingerprint
 from lightning_gem.data.fitting import Fitted, features_to_fit, fit
 from lightning_gem.data.module import RecDataModule
 from lightning_gem.data.parquet_source import ParquetSource, TableEncoder, expand_paths, read_pieces
+from lightning_gem.data.rows import Ints
 from lightning_gem.data.schema import Schema
 
 _SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("predict", "test")}
@@ -32,6 +36,7 @@ class ParquetStream(RecDataModule):
         seed: Seed of the shuffles.
         cache_dir: Where vocabularies and statistics of the training split are kept; ``~/.cache/lightning_gem`` by
             default.
+        allow_future_events: Accept events later than the request of their row, which are an error otherwise.
     """
 
     def __init__(
@@ -46,10 +51,12 @@ class ParquetStream(RecDataModule):
         shuffle_rows: int = 65536,
         seed: int = 0,
         cache_dir: str | None = None,
+        allow_future_events: bool = False,
     ) -> None:
         super().__init__(schema, batch_size, num_workers, shuffle_rows, seed)
         self.paths = {"train": train, "val": val, "test": test, "predict": predict}
         self.cache_dir = Path(cache_dir) if cache_dir else default_cache_dir()
+        self.allow_future_events = allow_future_events
 
     def prepare_data(self) -> None:
         """Fits vocabularies and statistics, if the schema needs any, once per machine."""
@@ -67,8 +74,19 @@ class ParquetStream(RecDataModule):
         for split in _SPLITS[stage] if stage else _ALL:
             paths = self.paths[split]
             if paths is not None and split not in self.sources:
-                encoder = TableEncoder(self.schema, self.fitted, labels=split != "predict")
+                encoder = TableEncoder(
+                    self.schema, self.fitted, labels=split != "predict", future_events=self.allow_future_events
+                )
                 self.sources[split] = ParquetSource(paths, encoder)
+
+    def _how_to_give(self, split: str) -> str:
+        return f"name its files as {split} (data.init_args.{split})"
+
+    def original_columns(self, split: str, columns: list[str]) -> Callable[[Ints], pa.Table]:
+        """As in the base class; rows are to be asked for in ascending order, so that row groups are read once."""
+        source = self.sources[split]
+        assert isinstance(source, ParquetSource)
+        return source.original_columns(columns)
 
     def _fit(self) -> Fitted:
         sparse, dense = features_to_fit(self.schema)

@@ -23,6 +23,8 @@ class SparseFeature:
             become the index of their interval in ``boundaries``.
         boundaries: Ascending interval limits of the ``bucket`` encoding.
         min_count: Occurrences that the ``vocabulary`` encoding asks for.
+        null_row: Whether nulls get the last row of a ``vocabulary`` table for themselves, instead of sharing row 0 with
+            rare values. ``hash`` and ``bucket`` tell them apart anyway.
     """
 
     name: str
@@ -33,6 +35,7 @@ class SparseFeature:
     encoding: Literal["index", "hash", "vocabulary", "bucket"] = "hash"
     boundaries: list[float] = field(default_factory=list)
     min_count: int = 1
+    null_row: bool = False
 
     @property
     def source(self) -> str:
@@ -173,6 +176,10 @@ class Schema:
         for feature in self._sparse_features():
             if feature.num_embeddings < 1 or feature.embedding_dim < 1:
                 raise ValueError(f"feature {feature.name!r}: num_embeddings and embedding_dim must be positive")
+            if feature.null_row and (feature.encoding != "vocabulary" or feature.num_embeddings < 2):
+                raise ValueError(
+                    f"feature {feature.name!r}: null_row takes a row of two or more of the vocabulary encoding"
+                )
             if feature.encoding == "bucket":
                 if sorted(feature.boundaries) != feature.boundaries or not feature.boundaries:
                     raise ValueError(f"feature {feature.name!r}: the bucket encoding needs ascending boundaries")
@@ -208,7 +215,7 @@ class Schema:
     @staticmethod
     def _tables(features: list[SparseFeature], keys: list[str] | None = None) -> list[Table]:
         tables: dict[str, Table] = {}
-        codings: dict[str, tuple[str, list[float], int]] = {}
+        codings: dict[str, tuple[str, list[float], int, bool]] = {}
         for feature, key in zip(features, keys or [feature.name for feature in features], strict=True):
             name = feature.table or key
             table = tables.setdefault(name, Table(name, feature.num_embeddings, feature.embedding_dim, []))
@@ -217,11 +224,11 @@ class Schema:
                     f"feature {key!r} asks for a table {name!r} of {feature.num_embeddings} x {feature.embedding_dim}, "
                     f"but feature {table.features[0]!r} made it {table.num_embeddings} x {table.embedding_dim}"
                 )
-            coding = (feature.encoding, feature.boundaries, feature.min_count)
+            coding = (feature.encoding, feature.boundaries, feature.min_count, feature.null_row)
             if codings.setdefault(name, coding) != coding:
                 raise ValueError(
                     f"feature {key!r} and feature {table.features[0]!r} share the table {name!r}: they need the same "
-                    "encoding, boundaries and min_count"
+                    "encoding, boundaries, min_count and null_row"
                 )
             table.features.append(key)
         return list(tables.values())

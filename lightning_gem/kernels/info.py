@@ -29,6 +29,7 @@ def kernel_info(
     contextual_seqlen: int = 0,
     softcap: float = 0.0,
     backend: str = "auto",
+    self_attention: bool | None = None,
 ) -> dict[str, Any]:
     """Says which code would compute an attention op, and with which block sizes.
 
@@ -49,11 +50,12 @@ def kernel_info(
         contextual_seqlen: See ``query``.
         softcap: See ``query``.
         backend: See ``query``.
+        self_attention: Whether the op gets the same offsets for both sides; None: where both have as many rows.
 
     Returns:
-        ``backend`` (``reference``, ``triton`` or ``hopper``); ``arch`` (``sm_90`` and the like, ``interpreter``, or the
-        type of device); ``config``: block sizes per kernel, empty for the reference; ``emulated``: whether a precision
-        is imitated that the device lacks, which these ops never do.
+        ``backend`` (``reference``, ``triton``, ``packed`` or ``hopper``); ``arch`` (``sm_90`` and the like,
+        ``interpreter``, or the type of device); ``config``: block sizes per kernel, empty for the reference;
+        ``emulated``: whether a precision is imitated that the device lacks, which these ops never do.
 
     Raises:
         ValueError: For another op, and for what the op itself refuses.
@@ -77,12 +79,18 @@ def kernel_info(
         softcap=softcap,
     )
     bounds = (max_seqlen_q, max_seqlen_k)
-    chosen = dispatch.choose(spec, query, key, value, *bounds, attn_bias, backend)
+    if self_attention is None:
+        self_attention = len(query) == len(key) and not broadcast_query
+    chosen = dispatch.choose(spec, query, key, value, *bounds, attn_bias, backend, self_attention)
     config: dict[str, Any] = {}
     if chosen == "hopper":
         from lightning_gem.kernels.attention import hopper
 
         config = hopper.configuration(spec, query, key, value, *bounds)
+    elif chosen == "packed":
+        from lightning_gem.kernels.attention import packed
+
+        config = packed.configuration(spec, query, key, value, *bounds)
     elif chosen == "triton":
         from lightning_gem.kernels.attention import triton_kernels
 
@@ -91,5 +99,5 @@ def kernel_info(
         major, minor = torch.cuda.get_device_capability(query.device)
         arch = f"sm_{major}{minor}"
     else:
-        arch = "interpreter" if chosen == "triton" else query.device.type
+        arch = "interpreter" if chosen in ("triton", "packed") else query.device.type
     return {"backend": chosen, "arch": arch, "config": config, "emulated": False}

@@ -50,6 +50,13 @@ def block_pairs(lengths: Lengths, block_size: int) -> int:
     return int((t // block_size * block_size**2 + (t % block_size) ** 2).sum())
 
 
+def causal_block_pairs(lengths: Lengths, block_size: int) -> int:
+    """Causal block-diagonal self-attention: c (c + 1) / 2 per whole block, and the same for the short last one."""
+    t = _as_int64(lengths)
+    rest = t % block_size
+    return int((t // block_size * (block_size * (block_size + 1) // 2) + rest * (rest + 1) // 2).sum())
+
+
 def cross_pairs(lengths_q: Lengths | int, lengths_k: Lengths | int) -> int:
     """Cross-attention: sum of Tq Tk. An int stands for the same length in every sequence (seeds, dense keys)."""
     return int((_as_int64(lengths_q) * _as_int64(lengths_k)).sum())

@@ -88,12 +88,16 @@ def build_tile_schedule(
     if block_m < 1 or order not in ("lpt", "none"):
         raise ValueError(f"block_m must be at least 1 and order 'lpt' or 'none', got {block_m} and {order!r}")
     num_sequences = len(other) - 1
-    if cu_seqlens_q is None:
-        capacity = num_sequences * -(-num_rows // block_m) + 1
-    else:
-        capacity = num_rows // block_m + num_sequences + 1
+    capacity = _capacity(cu_seqlens_q is None, num_rows, num_sequences, block_m)
     build = _build_on_device if _has_kernel(other) and num_sequences <= _MAX_SEQUENCES_FOR_KERNEL else _build
     return build(cu_seqlens_q, other, block_m, num_rows, order, capacity)
+
+
+def _capacity(is_shared: bool, num_rows: int, num_sequences: int, block_size: int) -> int:
+    """The most tiles that there can be, and one more, so that slack that straddles tiles is covered."""
+    if is_shared:
+        return num_sequences * -(-num_rows // block_size) + 1
+    return num_rows // block_size + num_sequences + 1
 
 
 class Schedules:
@@ -126,8 +130,18 @@ class Schedules:
         self.share = share
 
     def queries(self, block_size: int) -> TileSchedule:
-        """Tiles of the queries, those that see the longest keys first."""
+        """Tiles of the queries, those that see the longest keys first.
+
+        Raises:
+            ValueError: If the given schedule was built for other numbers of rows or sequences.
+        """
         if self.given is not None and self.given.block_size == block_size:
+            size = (self.cu_seqlens_q is None, self.num_queries, len(self.cu_seqlens_k) - 1, block_size)
+            if self.given.capacity != _capacity(*size):
+                raise ValueError(
+                    f"schedule has room for {self.given.capacity} tiles, but these queries need {_capacity(*size)}: "
+                    "build it with the offsets and the number of rows of this call, or pass None"
+                )
             return self.given
         return self._get("queries", block_size)
 

@@ -1,7 +1,8 @@
 """The GEM network and its LightningModule."""
 
 from lightning_gem.models.config import ExpertsConfig, GEMConfig, SequenceConfig
+from lightning_gem.models.ensemble import Ensemble
 from lightning_gem.models.gem import GEM
 from lightning_gem.models.module import GEMModule
 
-__all__ = ["GEM", "ExpertsConfig", "GEMConfig", "GEMModule", "SequenceConfig"]
+__all__ = ["GEM", "Ensemble", "ExpertsConfig", "GEMConfig", "GEMModule", "SequenceConfig"]

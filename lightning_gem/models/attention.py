@@ -38,13 +38,23 @@ class SelfAttention(nn.Module):
     def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Updates packed tokens ``(N, width)``."""
         projected = self.query_key_value(rms_norm(tokens)).unflatten(-1, (3 * self.num_heads, -1))
-        query, key, value = projected.chunk(3, dim=1)
-        query, key = rotary(query, *angles), rotary(key, *angles)
-        if self.rotate_values:
-            value = rotary(value, *angles)
         if self.attention == "block":
-            out = block_attention(query, key, value, cu_seqlens, max_seqlen, block_size=self.window)
+            query, key, value = projected.chunk(3, dim=1)
+            out = block_attention(
+                query,
+                key,
+                value,
+                cu_seqlens,
+                max_seqlen,
+                block_size=self.window,
+                rotary=angles,
+                rotate_value=self.rotate_values,
+            )
         else:
+            num_rotated = (3 if self.rotate_values else 2) * self.num_heads
+            rotated = rotary(projected[:, :num_rotated], *angles)
+            query, key = rotated[:, : 2 * self.num_heads].chunk(2, dim=1)
+            value = (rotated if self.rotate_values else projected)[:, 2 * self.num_heads :]
             reach = (self.window, self.window) if self.attention == "window" else (-1, -1)
             out = jagged_flash_attention(
                 query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=reach

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor, nn
 
+from lightning_gem.kernels import gated
+
 
 class ContextSummary(nn.Module):
     """Mixes tokens, then gates and projects the channels: ``W (sigmoid(W_g y) * y)`` with ``y = A x``.
@@ -27,4 +29,4 @@ class ContextSummary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, num_tokens, width)`` to ``(B, num_context_tokens, width)``."""
         mixed = self.mix @ x
-        return self.out(torch.sigmoid(self.gate(mixed)) * mixed)
+        return self.out(gated(mixed, self.gate(mixed)))

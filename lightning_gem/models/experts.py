@@ -70,5 +70,5 @@ class WukongExperts(nn.Module):
                 hidden = activate(hidden, self.activation)
         machine = hidden.view(config.num_experts, batch, config.num_fm_tokens, width)
         linear = self.linear.unsqueeze(1) @ x
-        out = rms_norm(torch.cat([machine, linear], dim=2) + self.residual.unsqueeze(1) @ x)
+        out = rms_norm(torch.cat([machine, linear], dim=2), residual=self.residual.unsqueeze(1) @ x)
         return out.transpose(0, 1).flatten(1, 2) if config.mode == "partition" else out.sum(dim=0)

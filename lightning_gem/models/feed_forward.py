@@ -55,7 +55,7 @@ class GDPAFeedForward(nn.Module):
             activation=self.activation,
             scale=query.shape[-1] ** -0.5,
         )
-        return rms_norm(out.flatten(-2) + normed) + tokens
+        return rms_norm(out.flatten(-2), residual=normed, skip=tokens)
 
 
 class LinearFeedForward(nn.Module):
@@ -91,4 +91,4 @@ class LinearFeedForward(nn.Module):
             activation="identity",
             scale=matrix.shape[-1] ** -0.5,
         )
-        return rms_norm(out.flatten(-2)) + tokens
+        return rms_norm(out.flatten(-2), skip=tokens)

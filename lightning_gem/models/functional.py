@@ -4,15 +4,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_gem.kernels import jagged_layer_norm, jagged_rms_norm
 
-def rms_norm(x: Tensor) -> Tensor:
-    """Root-mean-square norm over the last dimension, without affine parameters."""
-    return F.rms_norm(x, x.shape[-1:], eps=1e-5)
+
+def rms_norm(x: Tensor, residual: Tensor | None = None, skip: Tensor | None = None) -> Tensor:
+    """``norm(x + residual) + skip``: root-mean-square norm over the last dimension, without affine parameters."""
+    return jagged_rms_norm(x, eps=1e-5, residual=residual, skip=skip)
 
 
 def layer_norm(x: Tensor) -> Tensor:
     """Layer norm over the last dimension, without affine parameters."""
-    return F.layer_norm(x, x.shape[-1:], eps=1e-5)
+    return jagged_layer_norm(x, eps=1e-5)
 
 
 def activate(x: Tensor, name: str) -> Tensor:

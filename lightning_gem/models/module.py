@@ -106,14 +106,18 @@ class GEMModule(LightningModule):
             self.network = self.make_network(self.schema)
 
     def forward(self, batch: RecBatch) -> Tensor:
-        """Returns logits ``(B, num_tasks)``."""
+        """Returns logits ``(B, num_tasks)``; of an ensemble in training those of every copy, see its docstring."""
         assert self.network is not None, "call configure_model first"
         return self.network(batch)
 
     def training_step(self, batch: RecBatch, batch_idx: int) -> Tensor:
         """Weighted sum of the tasks' losses, in float32."""
         logits = self(batch)
-        losses = task_losses(logits, batch.labels, batch.weights, self.tasks, self.entire_space)
+        copies = logits.unbind() if logits.dim() == 3 else [logits]
+        # A sum over the copies of an ensemble: each has the gradient that it would have alone.
+        losses = torch.stack(
+            [task_losses(copy, batch.labels, batch.weights, self.tasks, self.entire_space) for copy in copies]
+        ).sum(dim=0)
         loss = (losses * losses.new_tensor(self.task_weights)).sum()
         if not torch.isfinite(loss):
             # The backward would write it into the tables before any optimizer could refuse.
@@ -122,8 +126,8 @@ class GEMModule(LightningModule):
                 f"the loss of step {self.global_step} is {loss.item()} (tasks: {by_task}): no weight was changed in "
                 "this step; look for extreme inputs, or lower the learning rates or the precision's range"
             )
-        self.log("train/loss", loss, prog_bar=True, batch_size=len(batch))
-        self._update(self.train_metrics, logits, batch)
+        self.log("train/loss", loss / len(copies), prog_bar=True, batch_size=len(batch))
+        self._update(self.train_metrics, torch.stack(tuple(copies)).mean(dim=0), batch)
         if (self.global_step + 1) % self.trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             for task, metrics in zip(self.tasks, self.train_metrics, strict=True):
                 values = {f"train/{task.name}/{key}": value.float() for key, value in metrics.compute().items()}
@@ -147,9 +151,9 @@ class GEMModule(LightningModule):
         self._log_evaluation("test", self.test_metrics, self.test_gauc)
 
     def predict_step(self, batch: RecBatch, batch_idx: int) -> dict[str, Tensor]:
-        """Row, user, and probability and label of every task."""
+        """Row, user's key, time, and probability and label of every task."""
         probabilities = torch.sigmoid(self(batch).float())
-        columns = {"row": batch.row, "user": batch.user}
+        columns = {"row": batch.row, "user": batch.user, "time": batch.request_timestamps}
         for i, task in enumerate(self.tasks):
             columns[f"{task.name}_prediction"] = probabilities[:, i]
             columns[f"{task.name}_label"] = batch.labels[:, i]

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
+from lightning_gem.kernels import gated
 from lightning_gem.models.functional import activate
 
 
@@ -79,5 +80,5 @@ class EventTokenizer(nn.Module):
         """Maps ``(N, in_features)`` to ``(N, width)``."""
         events = events.to(self.hidden.weight.dtype)
         if self.gate is not None:
-            events = events * torch.sigmoid(self.gate(events))
+            events = gated(events, self.gate(events))
         return self.out(activate(self.hidden(events), self.activation))

@@ -48,6 +48,7 @@ ARGUMENTS: dict[str, Any] = {
         Counter(["item"], ["click", "buy"], prior=2),
         Counter(["user", "item"], ["click"]),
         Counter([], ["click"]),
+        Counter(["user"], ["click"], prior=1, within=2000),
     ],
     "order": ["id"],
 }

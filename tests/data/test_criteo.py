@@ -93,11 +93,21 @@ def test_encodings(tmp_path: Path) -> None:
     assert batch.sparse is not None
     # Values 0 and 1 occur six times, 2 to 4 five times.
     torch.testing.assert_close(batch.sparse["C1"].values(), number % 5 + 1)
-    torch.testing.assert_close(batch.sparse["C2"].values(), (number % 3 > 0).long())
+    torch.testing.assert_close(batch.sparse["C2"].values(), torch.where(number % 3 == 0, 49, 1))
     buckets = torch.floor(torch.log2(number.clamp(min=1))).long() + 2
     torch.testing.assert_close(batch.sparse["I1_bucket"].values(), torch.where(number == 0, 1, buckets))
     torch.testing.assert_close(batch.sparse["I2_bucket"].values(), torch.where(number % 3 == 0, 33, 0))
     assert {table.name: table.num_embeddings for table in data.schema.request_tables}["I1_bucket"] == 34
+
+
+def test_squared_log(tmp_path: Path) -> None:
+    data = make(tmp_path, write(tmp_path / "a.tsv", range(300)), buckets="squared_log", val_fraction=0, test_fraction=0)
+    batch = rows(data, "train")
+    assert batch.sparse is not None
+    number = torch.arange(300)
+    squares = torch.floor(torch.log1p(number.double()) ** 2).long()
+    torch.testing.assert_close(batch.sparse["I1_bucket"].values(), 1 + squares)
+    torch.testing.assert_close(batch.sparse["I2_bucket"].values(), torch.where(number % 3 == 0, 434, 0))
 
 
 def test_schema_follows_from_the_arguments(tmp_path: Path) -> None:

@@ -1,13 +1,14 @@
 """Raw Arrow values to ids, numbers, times, labels and keys."""
 
 import datetime
+import warnings
 
 import numpy as np
 import pyarrow as pa
 import pytest
 
 from lightning_gem.data.columns import fetch, flatten
-from lightning_gem.data.encoding import NULL_KEY, encode_dense, encode_ids, encode_keys, encode_labels, encode_times
+from lightning_gem.data.encoding import encode_dense, encode_ids, encode_keys, encode_labels, encode_times
 from lightning_gem.data.fitting import Fitted, fit, fit_statistics, fit_vocabulary
 from lightning_gem.data.schema import DenseFeature, Schema, SparseFeature, Task
 
@@ -95,6 +96,22 @@ def test_vocabulary() -> None:
         encode_ids(feature, values, None, WHERE)
 
 
+def test_a_row_for_nulls() -> None:
+    feature = SparseFeature("f", 4, encoding="vocabulary", null_row=True)
+    vocabulary = fit_vocabulary(feature, pa.array(["y", "x", "y", None, "w", "x", "v"]))
+    assert vocabulary.values.to_pylist() == ["x", "y"]
+    texts = pa.array(["y", None, "new", "x"])
+    assert encode_ids(feature, texts, vocabulary, WHERE).tolist() == [2, 3, 0, 1]
+    assert encode_ids(feature, texts.dictionary_encode(), vocabulary, WHERE).tolist() == [2, 3, 0, 1]
+    numbers = fit_vocabulary(feature, pa.array([5.0, 7.0, float("nan")]))
+    assert encode_ids(feature, pa.array([7.0, float("nan"), None, 6.0]), numbers, WHERE).tolist() == [2, 3, 3, 0]
+    nothing = fit_vocabulary(feature, pa.array([None], pa.string()))
+    assert encode_ids(feature, pa.array([None, "x"], pa.string()), nothing, WHERE).tolist() == [3, 0]
+    for wrong in (SparseFeature("f", 4, null_row=True), SparseFeature("f", 1, encoding="vocabulary", null_row=True)):
+        with pytest.raises(ValueError, match="'f': null_row takes a row of two or more of the vocabulary encoding"):
+            Schema([Task("click")], [wrong])
+
+
 def test_vocabulary_of_numbers() -> None:
     feature = SparseFeature("f", 10, encoding="vocabulary")
     vocabulary = fit_vocabulary(feature, pa.chunked_array([[5, 7], [5, None]], pa.int32()))
@@ -115,7 +132,7 @@ def test_shared_table_shares_the_vocabulary_over_pieces() -> None:
     assert [vocabulary.values.to_pylist() for vocabulary in fitted.vocabularies.values()] == [[3, 2, 1, 4]]
     with pytest.raises(ValueError, match="feature 'b'.*type string does not mix with int64"):
         fit(schema, [(pa.table({"a": [1], "b": ["x"]}), WHERE)])
-    with pytest.raises(ValueError, match="same encoding, boundaries and min_count"):
+    with pytest.raises(ValueError, match="same encoding, boundaries, min_count and null_row"):
         Schema([Task("y")], [features[0], SparseFeature("b", 10, table="t", encoding="hash")])
 
 
@@ -229,6 +246,24 @@ def test_times() -> None:
         assert WHERE in str(error.value)
 
 
+def test_times_in_another_unit_are_suspected() -> None:
+    milliseconds = pa.array([0, 1_700_000_000_000])
+    for values, unit, right in (
+        (milliseconds, "s", "ms"),
+        (milliseconds.cast(pa.float64()), "s", "ms"),
+        (pa.array([1_700_000_000_000_000]), "ms", "us"),
+        (pa.array([1_700_000_000_000_000_000]), "s", "ns"),
+    ):
+        with pytest.warns(UserWarning, match=f"column 't' read in {unit} .* set schema.time_unit: {right}"):
+            encode_times("t", values, unit, WHERE)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        encode_times("t", milliseconds, "ms", WHERE)
+        encode_times("t", pa.array([1, 2]), "ns", WHERE)
+        encode_times("t", pa.array([], pa.int64()), "s", WHERE)
+        encode_times("t", milliseconds.cast(pa.timestamp("s")), "s", WHERE)
+
+
 def test_labels_and_weights() -> None:
     tasks = [Task("click", weight="w"), Task("buy", column="bought", given="click"), Task("return", given="buy")]
     table = pa.table(
@@ -248,12 +283,12 @@ def test_labels_and_weights() -> None:
 @pytest.mark.parametrize(
     ("columns", "text"),
     [
-        ({"y": [0, 2], "w": [1, 1]}, "label column 'y'.*label 2 is not 0, 1 or null"),
-        ({"y": [0.5, 1], "w": [1, 1]}, "label 0.5 is not"),
+        ({"y": [0, 2], "w": [1, 1]}, "label column 'y'.*label 2 at position 1 is not 0, 1 or null"),
+        ({"y": [0.5, 1], "w": [1, 1]}, "label 0.5 at position 0 is not"),
         ({"y": ["0", "1"], "w": [1, 1]}, "values of type string are not numbers"),
-        ({"y": [0, 1], "w": [1, -1]}, "weight column 'w'.*weight -1 is not a finite number >= 0"),
-        ({"y": [0, 1], "w": [1, float("nan")]}, "weight nan is not"),
-        ({"y": [0, 1], "w": [1, None]}, "weight None is not"),
+        ({"y": [0, 1], "w": [1, -1]}, "weight column 'w'.*weight -1 at position 1 is not a finite number >= 0"),
+        ({"y": [0, 1], "w": [1, float("nan")]}, "weight nan at position 1 is not"),
+        ({"y": [0, 1], "w": [1, None]}, "weight None at position 1 is not"),
         ({"y": [0, 1]}, "column 'w' is missing"),
         ({"w": [0, 1]}, "column 'y' is missing"),
     ],
@@ -265,10 +300,14 @@ def test_bad_labels_and_weights(columns: dict[str, list[object]], text: str) -> 
 
 
 def test_keys() -> None:
-    assert encode_keys("u", pa.array([5, None, -7], pa.int32()), WHERE).tolist() == [5, NULL_KEY, -7]
+    lowest = np.iinfo(np.int64).min
+    assert encode_keys("u", pa.array([5, None, -7], pa.int32()), WHERE).tolist() == [5, lowest + 1, -7]
     keys = encode_keys("u", pa.array(["a", "b", None, "a"]), WHERE)
     assert keys[0] == keys[3] != keys[1]
-    assert keys[2] == NULL_KEY
+    assert keys[2] == lowest + 2
+    # Unknown users are different people, also from one piece of a split to the next.
+    nulls = [encode_keys("u", pa.nulls(3, kind), WHERE, first) for kind, first in ((pa.int64(), 0), (pa.string(), 3))]
+    assert len(np.unique(np.concatenate(nulls))) == 6
     assert (keys[[0, 1]] >= 0).all()
     assert encode_keys("u", pa.array(["a", "b", None, "a"]).dictionary_encode(), WHERE).tolist() == keys.tolist()
     with pytest.raises(ValueError, match="key column 'u'.*type double: store integers or strings"):

@@ -28,6 +28,17 @@ def test_earlier_rows_equal_a_loop(log: list[tuple[int, int, float]]) -> None:
         assert earlier.sums(times)[row] == sum(times[expected])
 
 
+@given(LOGS, st.integers(1, 4), st.integers(1, 3))
+def test_windows_equal_a_loop(log: list[tuple[int, int, float]], span: int, count: int) -> None:
+    users, times, _ = _columns(log)
+    recent = earlier_rows(users, times).since(np.searchsorted(times, times - span))
+    for row in range(len(log)):
+        expected = [j for j in range(len(log)) if users[j] == users[row] and 0 < times[row] - times[j] <= span]
+        assert recent.order[recent.begins[row] : recent.ends[row]].tolist() == expected
+        latest = recent.last(count)
+        assert latest.order[latest.begins[row] : latest.ends[row]].tolist() == expected[-count:]
+
+
 @given(LOGS, st.integers(1, 5))
 def test_histories_equal_a_loop(log: list[tuple[int, int, float]], max_len: int) -> None:
     users, times, outcomes = _columns(log)

@@ -54,6 +54,7 @@ def test_rows_equal_a_loop(tmp_path: Path, num_rows: int, seed: int) -> None:
         np.testing.assert_array_equal(events.floats[cut], expected.astype(np.float32))
         item = [j for j in earlier if log["item"][j] == log["item"][i]]
         both = [j for j in item if log["user"][j] == log["user"][i]]
+        recent = [j for j in own if log["time"][j] >= log["time"][i] - 2000]
         rate = {name: log[name][earlier].mean() if earlier else 0 for name in ("click", "buy")}
         dense = [
             log["price"][i],
@@ -66,6 +67,8 @@ def test_rows_equal_a_loop(tmp_path: Path, num_rows: int, seed: int) -> None:
             (log["click"][both].sum() + 10 * rate["click"]) / (len(both) + 10),
             np.log1p(np.float32(len(earlier))),
             rate["click"],
+            np.log1p(np.float32(len(recent))),
+            (log["click"][recent].sum() + rate["click"]) / (len(recent) + 1),
         ]
         np.testing.assert_allclose(rows.dense[i], dense, rtol=1e-6)
         assert rows.labels[i, 0] == log["click"][i]
@@ -260,7 +263,10 @@ def test_batches_workers_and_cache(tmp_path: Path) -> None:
     assert len(pickle.dumps(source)) < 10_000
     copy = pickle.loads(pickle.dumps(source)).read(1, 3, 7)
     assert features_of(copy, 2) == features_of(source.read(1, 3, 7), 2)
-    assert [feature.name for feature in module.schema.dense][-2:] == ["all_count", "all_click_rate"]
+    assert [feature.name for feature in module.schema.dense][-2:] == [
+        "user_within2000_count",
+        "user_within2000_click_rate",
+    ]
     batches = list(module.train_dataloader())
     assert sorted(np.concatenate([batch.row for batch in batches]).tolist()) == list(range(3600))
     batch = batches[0]

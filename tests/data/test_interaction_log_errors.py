@@ -52,6 +52,11 @@ def test_bad_logs(tmp_path: Path, change: Any, match: str) -> None:
             "dense feature 'price' reads",
         ),
         ({"derived": [Derived("gap", "ratio", ["seconds", "price"])]}, "dense feature 'gap' reads"),
+        (
+            {"derived": [Derived("share", "ratio", ["price", "num"]), Derived("click", "at_least", ["share"], 1)]},
+            "dense feature 'price' reads",
+        ),
+        ({"derived": [Derived("click", "bucket", ["price"], boundaries=[1.0])]}, "dense feature 'price' reads"),
         ({"derived": [*ARGUMENTS["derived"], Derived("x", "hour"), Derived("x", "hour")]}, "column 'x' twice"),
         ({"derived": [Derived("x", "ratio", ["price"])]}, "ratio takes 2 columns"),
         ({"derived": [Derived("x", "at_least", ["price"])]}, "at_least needs a value"),
@@ -98,3 +103,49 @@ def test_schema_must_name_user_and_time(tmp_path: Path) -> None:
     module = InteractionLog(make_schema(), str(tmp_path / "log.parquet"), cache_dir=str(tmp_path / "c"), **ARGUMENTS)
     with pytest.raises(RuntimeError, match=r"call prepare_data\(\) first"):
         module.setup()
+
+
+def test_a_weight_is_an_outcome(tmp_path: Path) -> None:
+    schema = make_schema()
+    schema = replace(schema, tasks=[replace(schema.tasks[0], weight="price"), *schema.tasks[1:]])
+    with pytest.raises(ValueError, match="dense feature 'price' reads the column 'price', which is an outcome"):
+        make_module(tmp_path, random_log(50, seed=1), schema)
+
+
+def test_the_known_side_of_a_ratio_stays_a_feature(tmp_path: Path) -> None:
+    """Half of the price was spent in time: `seconds` is an outcome, so `price` need not be one."""
+    log = random_log(50, seed=1)
+    del log["click"]
+    derived = [*ARGUMENTS["derived"][:3], Derived("ratio", "ratio", ["seconds", "price"])]
+    derived.append(Derived("click", "at_least", ["ratio"], 0.5))
+    module = make_module(tmp_path, log, make_schema(), derived=derived)
+    assert module.config.outcome_columns >= {"click", "ratio", "seconds"}
+    assert "price" not in module.config.outcome_columns
+
+
+def test_bad_labels_carry_their_row(tmp_path: Path) -> None:
+    log = random_log(50, seed=1)
+    log["click"][17] = 2
+    with pytest.raises(ValueError, match=r"log\.parquet.*label 2 at position 17 is not 0, 1 or null"):
+        make_module(tmp_path, log, make_schema(), counters=[], history_filters={})
+
+
+def test_a_missing_split_says_what_to_do(tmp_path: Path) -> None:
+    module = make_module(tmp_path, random_log(50, seed=1), make_schema(), split=Split(test=0, val=0.2))
+    message = r"no 'test' split \(there are train, val\): set data.init_args.split.test above 0"
+    with pytest.raises(ValueError, match=message):
+        module.test_dataloader()
+
+
+def test_original_columns_follow_the_rows(tmp_path: Path) -> None:
+    log = random_log(50, seed=1)
+    module = make_module(tmp_path, log, make_schema())
+    rows = read_rows(module, "test")
+    table = module.original_columns("test", ["id", "seconds"])(rows.row)
+    assert table.column_names == ["id", "seconds"]
+    ids = table["id"].to_numpy()
+    assert (log["time"][ids] == rows.request_timestamps).all()
+    assert (log["user"][ids] == rows.user).all()
+    assert (log["seconds"][ids] == table["seconds"].to_numpy()).all()
+    with pytest.raises(ValueError, match="column 'absent' is missing"):
+        module.original_columns("test", ["absent"])

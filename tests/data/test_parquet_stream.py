@@ -203,8 +203,51 @@ def test_splits_by_stage(tmp_path: Path) -> None:
         data = ParquetStream(make_schema(), **paths, cache_dir=str(tmp_path))
         data.setup(stage)
         assert set(data.sources) == splits
-    with pytest.raises(ValueError, match="no 'train' split"):
+    with pytest.raises(ValueError, match=r"no 'train' split \(there are predict, test\): name its files as train"):
         data.train_dataloader()
+    with pytest.raises(ValueError, match=r"no 'val' split \(none is open yet\)"):
+        ParquetStream(make_schema(), **paths, cache_dir=str(tmp_path)).val_dataloader()
+
+
+def test_events_after_the_request_are_refused(tmp_path: Path) -> None:
+    columns = make_table()
+    events = columns["view_time"].to_pylist()
+    events[30], events[31] = [1, 2, 1030], [1, 1032]  # the first is at the time of its request
+    for name in ("view_item", "view_kind", "view_seconds"):
+        values = columns[name].to_pylist()
+        values[30], values[31] = [values[3][0]] * 3, [values[3][0]] * 2
+        columns[name] = pa.array(values, columns[name].type)
+    columns["view_time"] = pa.array(events, columns["view_time"].type)
+    path = write(tmp_path / "a.parquet", columns)
+    data = make_stream(tmp_path, train=path, shuffle_rows=0)
+    with pytest.raises(ValueError, match="later than its request at 1031 s in 'time'") as error:
+        list(data.train_dataloader())
+    assert all(part in str(error.value) for part in ("a.parquet, row group 4", "row 3 ", "'view_time'", "1032 s"))
+    data = make_stream(tmp_path, train=path, allow_future_events=True)
+    assert sum(len(batch) for batch in data.train_dataloader()) == NUM_ROWS
+
+
+def test_rows_without_a_user_are_different_users(tmp_path: Path) -> None:
+    columns = make_table()
+    columns["user"] = pa.array([None if r % 2 else f"u{r % 9}" for r in range(NUM_ROWS)])
+    data = make_stream(tmp_path, train=write(tmp_path / "a.parquet", columns))
+    keys = torch.cat([batch.user for batch in data.train_dataloader()])
+    unknown = keys[keys < 0]
+    assert len(unknown.unique()) == len(unknown) == NUM_ROWS // 2
+
+
+def test_original_columns(tmp_path: Path) -> None:
+    paths = [write(tmp_path / f"{i}.parquet", make_table(30 * i, 30)) for i in range(2)]
+    data = make_stream(tmp_path, train=paths)
+    read = data.original_columns("train", ["user", "tags", "unused"])
+    rows = np.array([0, 5, 7, 29, 30, 31, 59])
+    table = read(rows)
+    assert table.column_names == ["user", "tags", "unused"]
+    assert table["user"].to_pylist() == [f"u{r % 9}" for r in rows]
+    assert table["unused"].to_pylist() == [{"a": r} for r in rows]
+    assert read(np.array([3, 58]))["tags"].to_pylist() == [[], [58 % 50] * (58 % 3)]
+    with pytest.raises(ValueError, match="column 'usr' is missing .*did you mean 'user'"):
+        data.original_columns("train", ["usr"])
 
 
 def test_predict_needs_no_labels(tmp_path: Path) -> None:
@@ -302,14 +345,14 @@ BAD_FILES: dict[str, tuple[dict[str, Any], str, bool]] = {
     "all null": (bad(item=pa.nulls(60, pa.int64())), "column 'item'.*holds only nulls: fill it", True),
     "null type": (bad(item=pa.nulls(60)), "column 'item'.*holds only nulls: fill it", True),
     "all null lists": (bad(tags=pa.nulls(60, pa.list_(pa.int64()))), "column 'tags'.*holds only nulls", True),
-    "label": (bad(click=pa.array([0] * 29 + [2] + [0] * 30)), "label column 'click'.*label 2 is not 0, 1", False),
-    "weight": (bad(weight=pa.array([0.0] * 29 + [-2] + [0] * 30)), "weight column 'weight'.*weight -2.0 is not", False),
+    "label": (bad(click=pa.array([0] * 29 + [2] + [0] * 30)), "label column 'click'.*label 2 at position 1", False),
+    "weight": (bad(weight=pa.array([0.0] * 29 + [-2] + [0] * 30)), "column 'weight'.*-2.0 at position 1 is not", False),
     "id": (bad(item=pa.array([0] * 29 + [50] + [0] * 30)), "'item'.*value 50 is not in 0 .. 49: raise", False),
     "event id": (bad(view_item=lists([1, 2, 3, 50, 1], of="view_item", row=29)), "'view_item'.*value 50 is not", False),
     "surface": (bad(surface=pa.array([0] * 29 + [2] + [0] * 30)), "'surface'.*value 2 is not in 0 .. 1", False),
     "NaN": (bad(price=pa.array([0.0] * 29 + [float("nan")] + [0.0] * 30)), "'price'.*value nan at position 1", False),
     "null": (bad(price=pa.array([0.0] * 29 + [None] + [0.0] * 30)), "'price'.*value None at position 1", False),
-    "null time of the request": (bad(time=pa.array([1] * 29 + [None] + [1] * 30)), "'time'.*null at position 1", False),
+    "null request time": (bad(time=pa.array([1000] * 29 + [None] + [1000] * 30)), "'time'.*null at position 1", False),
 }  # fmt: skip
 
 

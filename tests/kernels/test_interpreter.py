@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("triton")
-HALVES = ["gdpa or dense or context or half", "not (gdpa or dense or context or half)"]
+PARTS = [
+    "packed",
+    "not packed and (gdpa or dense or context or half)",
+    "not packed and not (gdpa or dense or context or half)",
+]
 
 
-@pytest.mark.parametrize("selection", HALVES)
+@pytest.mark.parametrize("selection", PARTS)
 def test_kernels_in_the_interpreter(selection):
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "interpreted.py", "-x", "-p", "no:cacheprovider", "-k", selection],

@@ -58,6 +58,19 @@ def test_bias_and_lse_are_the_definition(lengths, causal, batch_bias, head_bias)
         assert_close(actual, expected)
 
 
+@QUICK
+@given(lengths=PAIRED_BATCH, causal=st.booleans(), softcap=st.sampled_from([0.5, 3.0]))
+def test_softcap_is_the_definition(lengths, causal, softcap):
+    cu_q, cu_k = offsets([q for q, _ in lengths]), offsets([k for _, k in lengths])
+    inputs = qkv(int(cu_q[-1]), int(cu_k[-1]), value_dim=3)
+    kwargs = {"causal": causal, "softcap": softcap}
+
+    actual = with_gradients(lambda q, k, v: jagged_flash_attention(q, k, v, cu_q, cu_k, **kwargs), *inputs)
+
+    loop = with_gradients(lambda q, k, v: attention_loop(q, k, v, cu_q, cu_k, softmax_scale=0.5, **kwargs)[0], *inputs)
+    assert_close(actual, loop)
+
+
 def test_broadcast_query_is_the_repeated_query():
     cu_k = offsets([5, 0, 70, 1])
     seeds, key, value = qkv(3, 76)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kernel_cases import BATCH, QUICK, assert_close, offsets, tokens, with_gradients
 
 from lightning_gem.kernels import pffn
+from lightning_gem.kernels.personalized_ffn.op import _cut
 from lightning_gem.kernels.personalized_ffn.reference import pffn_loop
 
 SCALES = {"scale": 0.5, "out_scale": 0.25}
@@ -32,6 +33,17 @@ def test_shared_weights_are_the_same_weights_for_every_sample():
         return pffn(q, k.expand(4, -1, -1, -1), v.expand(4, -1, -1, -1), cu_seqlens, **SCALES)
 
     assert_close(shared, with_gradients(repeated, *inputs))
+
+
+@pytest.mark.parametrize("piece", [1, 20, 77, 100])
+def test_pieces_of_a_batch_with_shared_keys_cover_it(piece):
+    """What a GPU does, where one piece would leave it idle."""
+    query, key, value = tokens(79, 2, 4), tokens(6, 2, 4, seed=1), tokens(6, 2, 3, seed=2)
+    cu_seqlens, longest = _cut(79, offsets([3, 0, 9, 65]), piece)
+    assert cu_seqlens.diff().sum() == 77
+    assert cu_seqlens.diff().max() <= longest == piece
+    copies = (x.expand(len(cu_seqlens) - 1, *x.shape) for x in (key, value))
+    assert_close([pffn(query, *copies, cu_seqlens, longest)], [pffn(query, key, value, offsets([3, 0, 9, 65]))])
 
 
 def test_gradcheck():

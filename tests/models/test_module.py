@@ -171,6 +171,7 @@ def test_predictions_have_rows_probabilities_and_labels(tmp_path: Path) -> None:
     assert set(outputs[0]) == {
         "row",
         "user",
+        "time",
         "click_prediction",
         "click_label",
         "conversion_prediction",

@@ -28,7 +28,7 @@ _FORWARD = {
 }
 _KEY_VALUE_GRADIENT = {
     64: [Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 1)],
-    128: [Blocks(64, 128, 8, 2), Blocks(64, 64, 8, 2), Blocks(64, 64, 8, 1), Blocks(32, 64, 4, 1)],
+    128: [Blocks(64, 128, 8, 2), Blocks(64, 64, 4, 2), Blocks(64, 64, 4, 1), Blocks(32, 64, 4, 1)],
     256: [Blocks(64, 64, 8, 1), Blocks(32, 32, 4, 1), Blocks(16, 32, 4, 1)],
 }
 _QUERY_GRADIENT = {

@@ -1,7 +1,6 @@
-"""Which code computes an attention op: the reference, the portable Triton kernels, or those for one architecture."""
+"""Which code computes an attention op: the reference, the portable Triton kernels, or those for one kind of work."""
 
 import contextlib
-import os
 from typing import Any
 
 import torch
@@ -9,14 +8,10 @@ from torch import Tensor
 
 from lightning_gem.kernels.attention import reference
 from lightning_gem.kernels.attention.spec import AttentionSpec
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import Schedules
 
 MAX_HEAD_DIM = 256
-
-
-def interpreting() -> bool:
-    """Whether Triton kernels run in Triton's interpreter, on CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
 def choose(
@@ -28,22 +23,44 @@ def choose(
     max_seqlen_k: int | None,
     attn_bias: Tensor | None,
     backend: str = "auto",
+    self_attention: bool = False,
 ) -> str:
-    """``reference``, ``triton`` or ``hopper``, from shapes, dtypes and devices alone.
+    """``reference``, ``triton``, ``packed`` or ``hopper``, from shapes, dtypes and devices alone.
+
+    Args:
+        spec: What to compute.
+        query: See :func:`forward`; so are the others.
+        key: See ``query``.
+        value: See ``query``.
+        max_seqlen_q: See ``query``.
+        max_seqlen_k: See ``query``.
+        attn_bias: See ``query``.
+        backend: See ``query``.
+        self_attention: Whether both sides have the same offsets (:func:`is_self_attention`).
 
     Raises:
         ValueError: For a backend that cannot do this work.
     """
     if backend == "reference":
         return "reference"
-    if backend == "hopper" and query.is_cuda:  # on request only, until the accuracy suite has passed on a device
+    reason = _why_not_triton(query, value)
+    # These two run on request only, until their accuracy suites have passed on a device.
+    if backend == "packed" and self_attention and reason is None:
+        from lightning_gem.kernels.attention import packed
+
+        if packed.supports(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias):
+            return "packed"
+    if backend == "packed":
+        raise ValueError(
+            "backend 'packed' is for self-attention over short sequences of known max_seqlen_q on a GPU: use 'auto'"
+        )
+    if backend == "hopper" and query.is_cuda:
         from lightning_gem.kernels.attention import hopper
 
         if hopper.supports(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias):
             return "hopper"
     if backend == "hopper":
         raise ValueError("backend 'hopper' has no kernel for these inputs on this device: use 'auto'")
-    reason = _why_not_triton(query, value)
     if reason is None:
         return "triton"
     if backend == "triton":
@@ -51,8 +68,24 @@ def choose(
     return "reference"
 
 
+def is_self_attention(query: Tensor, key: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor) -> bool:
+    """Whether queries and keys are the same packed rows: the offsets are one tensor, or one piece of memory.
+
+    Custom ops may hand on one tensor as two. Under fake tensors, which have no memory, only identity tells.
+    """
+    if cu_seqlens_q is None or len(query) != len(key):
+        return False
+    if cu_seqlens_q is cu_seqlens_k:
+        return True
+    if type(cu_seqlens_q) is not Tensor or type(cu_seqlens_k) is not Tensor:
+        return False
+    same_layout = cu_seqlens_q.shape == cu_seqlens_k.shape and cu_seqlens_q.stride() == cu_seqlens_k.stride()
+    same_kind = cu_seqlens_q.dtype == cu_seqlens_k.dtype and cu_seqlens_q.device == cu_seqlens_k.device
+    return same_layout and same_kind and cu_seqlens_q.data_ptr() == cu_seqlens_k.data_ptr()
+
+
 def _why_not_triton(query: Tensor, value: Tensor) -> str | None:
-    if not query.is_cuda and not (query.device.type == "cpu" and interpreting()):
+    if not query.is_cuda and not (query.device.type == "cpu" and interpreted()):
         return f"the tensors are on {query.device}"
     if query.dtype == torch.float64:
         return "float64 has no matrix units"
@@ -95,7 +128,8 @@ def forward(
         schedules: Work lists, built when asked for.
         backend: ``auto``, or the one that must run.
     """
-    chosen = choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend)
+    itself = is_self_attention(query, key, cu_seqlens_q, cu_seqlens_k)
+    chosen = choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend, itself)
     if chosen == "reference":
         out, lse = reference.forward(
             spec, query, key, value, cu_seqlens_q, cu_seqlens_k, attn_bias, num_targets, spec.activation is None
@@ -148,7 +182,8 @@ def backward(
         needs_key_value: The same for key and value, which come together.
         needs_bias: The same for the bias.
     """
-    chosen = choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend)
+    itself = is_self_attention(query, key, cu_seqlens_q, cu_seqlens_k)
+    chosen = choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend, itself)
     if chosen == "reference" or needs_bias:  # the kernels have no gradient of a bias: the reference gives all of them
         return reference.backward(
             spec,
@@ -197,6 +232,10 @@ def _kernels(chosen: str) -> Any:
         from lightning_gem.kernels.attention import hopper
 
         return hopper
+    if chosen == "packed":
+        from lightning_gem.kernels.attention import packed
+
+        return packed
     from lightning_gem.kernels.attention import triton_kernels
 
     return triton_kernels

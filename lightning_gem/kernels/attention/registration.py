@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from lightning_gem.kernels.attention.dispatch import interpreting
 from lightning_gem.kernels.attention.spec import AttentionSpec
 from lightning_gem.kernels.checks import check_offset_values
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import Schedules, TileSchedule
 
 
@@ -25,7 +25,7 @@ def runs_reference_directly(query: Tensor, backend: str) -> bool:
     return (
         query.device.type == "cpu"
         and backend in ("auto", "reference")
-        and not interpreting()
+        and not interpreted()
         and not torch.compiler.is_compiling()
         and not is_in_torch_dispatch_mode()
         and type(query) in (Tensor, torch.nn.Parameter)

@@ -9,7 +9,6 @@ for many short problems (pytorch.org/blog, "Optimizing Jagged Flash Attention wi
 import triton
 import triton.language as tl
 
-from lightning_gem.kernels.attention.triton_activations import activate_with_derivative, tanh
 from lightning_gem.kernels.attention.triton_common import (
     LOG2_E,
     load_rows,
@@ -18,6 +17,8 @@ from lightning_gem.kernels.attention.triton_common import (
     visible_keys,
     visible_range,
 )
+from lightning_gem.kernels.attention.triton_head_activations import activate_head_with_derivative
+from lightning_gem.kernels.triton_activations import tanh
 
 RUNTIME = ["num_rows", "num_sequences", "left", "right", "contextual", "stride_lse", "capacity", "num_splits", "num_q"]
 
@@ -127,7 +128,7 @@ def _add_queries(
                 scores += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
             weights = tl.exp2(scores - _load_lse(lse_base, rows, length_q)[None, :])
         else:
-            weights, slope = activate_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
+            weights, slope = activate_head_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
         # Absent queries have no weight and no gradient, and absent keys are rows that are not stored.
         if MASKED and (HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(
@@ -414,7 +415,7 @@ def _add_keys(
             if HAS_CAP:
                 grad_scores = grad_scores * (1 - bent * bent)
         else:
-            _, slope = activate_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
+            _, slope = activate_head_with_derivative(scores * scale, codes, head, CODES, PER_HEAD, FAST)
             grad_scores = grad_weights * slope
         if MASKED and (SOFTMAX or HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(

@@ -8,7 +8,6 @@ Pointer loads and plain ``tl.dot``: any GPU that Triton knows, and its interpret
 import triton
 import triton.language as tl
 
-from lightning_gem.kernels.attention.triton_activations import activate, tanh
 from lightning_gem.kernels.attention.triton_common import (
     LN_2,
     LOG2_E,
@@ -18,6 +17,8 @@ from lightning_gem.kernels.attention.triton_common import (
     visible_keys,
     visible_range,
 )
+from lightning_gem.kernels.attention.triton_head_activations import activate_head
+from lightning_gem.kernels.triton_activations import tanh
 
 RUNTIME = ["num_rows", "num_sequences", "left", "right", "contextual", "stride_lse", "capacity"]
 
@@ -80,7 +81,7 @@ def _add_keys(
                 inside = (rows[:, None] < length_q) & (columns[None, :] < length_k)
                 scores += tl.load(pointers, mask=inside, other=0.0).to(tl.float32) * LOG2_E
         else:
-            scores = activate(scores * scale, codes, head, CODES, PER_HEAD, FAST)
+            scores = activate_head(scores * scale, codes, head, CODES, PER_HEAD, FAST)
         # Without softmax absent keys are zeros, and so are their weights: only a window needs a mask.
         if MASKED and (SOFTMAX or HAS_LEFT or HAS_RIGHT or HAS_ROLES):
             visible = visible_keys(

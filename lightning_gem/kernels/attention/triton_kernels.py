@@ -9,16 +9,16 @@ import triton
 from torch import Tensor
 
 from lightning_gem.kernels.attention.blocks import Blocks, Kernel, choose_blocks, padded_dim
-from lightning_gem.kernels.attention.dispatch import interpreting
 from lightning_gem.kernels.attention.spec import AttentionSpec
-from lightning_gem.kernels.attention.triton_activations import CODES
 from lightning_gem.kernels.attention.triton_backward import (
     delta_kernel,
     key_value_gradient_kernel,
     query_gradient_kernel,
 )
 from lightning_gem.kernels.attention.triton_forward import attention_forward_kernel
+from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import Schedules
+from lightning_gem.kernels.triton_activations import CODES
 
 # For the gradient of broadcast queries: enough to fill a GPU, but the same on all of them, so that all sum alike.
 _BROADCAST_PROGRAMS = 512
@@ -148,7 +148,7 @@ def blocks_of(
     bound_q = len(query) if spec.broadcast_query else max_seqlen_q
     shared_memory = _shared_memory(query.device.index) if query.is_cuda else 0
     dims = (query.shape[2], value.shape[2], query.dtype)
-    return choose_blocks(kernel, *dims, shared_memory, bound_q, max_seqlen_k, interpreting())
+    return choose_blocks(kernel, *dims, shared_memory, bound_q, max_seqlen_k, interpreted())
 
 
 def configuration(
@@ -271,7 +271,7 @@ def _delta(
 
 def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Features side by side; in float32 under the interpreter, whose half precision products are wrong."""
-    if interpreting():
+    if interpreted():
         tensors = tuple(x.float() for x in tensors)
     return tuple(x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in tensors)
 

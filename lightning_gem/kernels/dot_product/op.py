@@ -64,7 +64,8 @@ def gdpa(
         deterministic: Give the same bits in every run. All code does so far, whatever is asked for.
         schedule: A schedule of the queries (``build_tile_schedule``), taken where its block size suits the kernel. None
             has it built, once for all calls on the same offsets tensor (in compiled graphs: for each call).
-        backend: ``auto``, or one that must run: ``hopper``, ``triton`` (the portable kernels) or ``reference``.
+        backend: ``auto``, or one that must run: ``hopper``, ``packed`` (for self-attention over short sequences),
+            ``triton`` (the portable kernels) or ``reference``.
 
     Returns:
         (total_q, H, Dv), or (B*S, H, Dv) with ``broadcast_query``, in the dtype of ``query`` (autocast: in its dtype).
@@ -98,7 +99,9 @@ def gdpa(
         return reference.forward(
             spec, query, key, value, cu_seqlens_q, cu_seqlens_k, None, num_targets, return_lse=False
         )[0]
-    dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, None, backend)
+    if backend != "auto":  # refuse before anything is launched
+        bounds, itself = (max_seqlen_q, max_seqlen_k), cu_seqlens_q is cu_seqlens_k
+        dispatch.choose(spec, query, key, value, *bounds, None, backend, itself)
     return forward_op(
         query,
         key,

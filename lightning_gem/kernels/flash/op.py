@@ -106,7 +106,8 @@ def jagged_flash_attention(
         deterministic: Give the same bits in every run. All code does so far, whatever is asked for.
         schedule: A schedule of the queries (``build_tile_schedule``), taken where its block size suits the kernel. None
             has it built, once for all calls on the same offsets tensor (in compiled graphs: for each call).
-        backend: ``auto``, or one that must run: ``hopper``, ``triton`` (the portable kernels) or ``reference``.
+        backend: ``auto``, or one that must run: ``hopper``, ``packed`` (for self-attention over short sequences),
+            ``triton`` (the portable kernels) or ``reference``.
         return_lse: Also return the log of the softmax denominators.
 
     Returns:
@@ -138,7 +139,9 @@ def jagged_flash_attention(
         _check_bias_size(attn_bias, query, cu_seqlens_q, cu_seqlens_k)
         out, lse = reference.forward(spec, query, key, value, cu_seqlens_q, cu_seqlens_k, attn_bias, None, return_lse)
         return out if lse is None else (out, lse)
-    dispatch.choose(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias, backend)
+    if backend != "auto":  # refuse before anything is launched
+        bounds, itself = (max_seqlen_q, max_seqlen_k), cu_seqlens_q is cu_seqlens_k
+        dispatch.choose(spec, query, key, value, *bounds, attn_bias, backend, itself)
     out, lse = forward_op(
         query,
         key,

@@ -8,6 +8,8 @@ from torch import Tensor
 from lightning_gem.kernels.dot_product.op import gdpa
 from lightning_gem.kernels.schedule import TileSchedule, dense_offsets
 
+_GPU_PIECE = 4096
+
 
 def pffn(
     query: Tensor,
@@ -52,9 +54,10 @@ def pffn(
     """
     num_sequences = len(cu_seqlens_q) - 1
     if key.ndim == 3 and value.ndim == 3:
-        # The whole batch is one sequence that reads one set of keys.
-        cu_seqlens_q, max_seqlen_q = torch.stack([cu_seqlens_q[0], cu_seqlens_q[-1]]), len(query)
-        num_sequences, key, value = 1, key[None], value[None]
+        piece = _GPU_PIECE if query.is_cuda else max(1, len(query))
+        cu_seqlens_q, max_seqlen_q = _cut(len(query), cu_seqlens_q, piece)
+        num_sequences = len(cu_seqlens_q) - 1
+        key, value = (x.expand(num_sequences, *x.shape) for x in (key, value))
     if key.ndim != 4 or value.ndim != 4 or len(key) != num_sequences or key.shape[:3] != value.shape[:3]:
         raise ValueError(
             f"key and value must be (B, N, num_heads, head_dim) with B={num_sequences}, or (N, num_heads, head_dim) "
@@ -77,3 +80,14 @@ def pffn(
         schedule=schedule,
         backend=backend,
     )
+
+
+def _cut(num_rows: int, cu_seqlens: Tensor, piece: int) -> tuple[Tensor, int]:
+    """Offsets of pieces of the batch, and the longest piece, for sequences that all read the same keys.
+
+    To the reference the batch is one piece. On a GPU there are more, each with a copy of the keys, so that many
+    programs compute the gradients of the keys.
+    """
+    num_pieces = max(1, -(-num_rows // piece))
+    starts = piece * torch.arange(num_pieces + 1, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.minimum(starts, cu_seqlens[-1]), piece

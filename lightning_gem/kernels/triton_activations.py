@@ -1,7 +1,7 @@
 # mypy: ignore-errors
-"""Activations and their derivatives inside Triton kernels; they also run in Triton's interpreter.
+"""Activations and their derivatives inside Triton kernels, in float32; they also run in Triton's interpreter.
 
-Kernels get a set of activations as bits, and the code of each head where there is more than one.
+A kernel gets the code of its activation as a constant. NaN stays NaN.
 """
 
 import triton
@@ -9,9 +9,9 @@ import triton.language as tl
 
 from lightning_gem.kernels.dot_product.activations import ACTIVATIONS, GELU_POLY_BOUND, GELU_POLY_COEFFICIENTS
 
-CODES = {name: code for code, name in enumerate(ACTIVATIONS)}
+CODES = {name: code for code, name in enumerate([*ACTIVATIONS, "sigmoid"])}
 
-_IDENTITY = tl.constexpr(CODES["identity"])
+IDENTITY = tl.constexpr(CODES["identity"])
 _RELU = tl.constexpr(CODES["relu"])
 _RELU_SQUARED = tl.constexpr(CODES["relu_squared"])
 _LEAKY_RELU = tl.constexpr(CODES["leaky_relu"])
@@ -20,7 +20,7 @@ _GELU_TANH = tl.constexpr(CODES["gelu_tanh"])
 _GELU_POLY = tl.constexpr(CODES["gelu_poly"])
 _SILU = tl.constexpr(CODES["silu"])
 _HARDSWISH = tl.constexpr(CODES["hardswish"])
-_NUM_CODES = tl.constexpr(len(CODES))
+_SIGMOID = tl.constexpr(CODES["sigmoid"])
 
 _POLY_LIMIT = tl.constexpr(GELU_POLY_BOUND**2)
 _POLY_1 = tl.constexpr(GELU_POLY_COEFFICIENTS[0])
@@ -52,11 +52,12 @@ def _sigmoid(x, FAST: tl.constexpr):
 
 
 @triton.jit
-def _activate_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
+def activate(x, CODE: tl.constexpr, FAST: tl.constexpr):
+    """The activation; FAST takes the hardware's tanh."""
     if CODE == _RELU:
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0, 0.0, x)
     elif CODE == _RELU_SQUARED:
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0, 0.0, x)
         y = positive * positive
     elif CODE == _LEAKY_RELU:
         y = tl.maximum(x, 0.01 * x)
@@ -72,18 +73,22 @@ def _activate_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
         y = x * _sigmoid(x, FAST)
     elif CODE == _HARDSWISH:
         y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) * (1.0 / 6.0)
+    elif CODE == _SIGMOID:
+        y = _sigmoid(x, FAST)
     else:
+        tl.static_assert(CODE == IDENTITY)
         y = x
     return y
 
 
 @triton.jit
-def _activate_with_derivative_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
+def activate_with_derivative(x, CODE: tl.constexpr, FAST: tl.constexpr):
+    """The activation and its derivative; what is not used costs nothing."""
     if CODE == _RELU:
-        y = tl.maximum(x, 0.0)
+        y = tl.where(x < 0, 0.0, x)
         slope = tl.where(x > 0, 1.0, 0.0)
     elif CODE == _RELU_SQUARED:
-        positive = tl.maximum(x, 0.0)
+        positive = tl.where(x < 0, 0.0, x)
         y = positive * positive
         slope = 2 * positive
     elif CODE == _LEAKY_RELU:
@@ -111,43 +116,11 @@ def _activate_with_derivative_one(x, CODE: tl.constexpr, FAST: tl.constexpr):
     elif CODE == _HARDSWISH:
         y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) * (1.0 / 6.0)
         slope = tl.where(x < -3, 0.0, tl.where(x <= 3, x * (1.0 / 3.0) + 0.5, 1.0))
+    elif CODE == _SIGMOID:
+        y = _sigmoid(x, FAST)
+        slope = y * (1 - y)
     else:
+        tl.static_assert(CODE == IDENTITY)
         y = x
         slope = tl.full(x.shape, 1.0, tl.float32)
-    return y, slope
-
-
-@triton.jit
-def activate(x, codes, head, CODES: tl.constexpr, PER_HEAD: tl.constexpr, FAST: tl.constexpr):
-    """The activation of a head; CODES has a bit for every activation in use."""
-    y = x
-    mine = 0
-    if PER_HEAD:
-        mine = tl.load(codes + head)
-    for code in tl.static_range(_NUM_CODES):
-        if (CODES >> code) & 1:
-            if PER_HEAD:
-                y = tl.where(mine == code, _activate_one(x, code, FAST), y)
-            else:
-                y = _activate_one(x, code, FAST)
-    return y
-
-
-@triton.jit
-def activate_with_derivative(x, codes, head, CODES: tl.constexpr, PER_HEAD: tl.constexpr, FAST: tl.constexpr):
-    """The same, and its derivative."""
-    y = x
-    slope = x
-    mine = 0
-    if PER_HEAD:
-        mine = tl.load(codes + head)
-    for code in tl.static_range(_NUM_CODES):
-        if (CODES >> code) & 1:
-            one, one_slope = _activate_with_derivative_one(x, code, FAST)
-            if PER_HEAD:
-                y = tl.where(mine == code, one, y)
-                slope = tl.where(mine == code, one_slope, slope)
-            else:
-                y = one
-                slope = one_slope
     return y, slope
