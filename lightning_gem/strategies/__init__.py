@@ -1,0 +1,1 @@
+"""Sharding of dense parameters, experts and embedding tables in one Lightning strategy."""

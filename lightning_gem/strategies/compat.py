@@ -1,0 +1,52 @@
+"""Private names of torch, torchrec and lightning: the only file that imports them.
+
+Each is covered by a test, so that a new version that moves one fails with its name.
+"""
+
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_process_group_backend,
+)
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.remote_device import _remote_device as remote_device
+
+__all__ = [
+    "SubprocessScriptLauncher",
+    "apply_optimizer_in_backward",
+    "default_process_group_backend",
+    "distributed_is_initialized",
+    "init_process_group",
+    "move_placement",
+    "optimizers_to_device",
+    "reduce_over_ranks",
+    "remote_device",
+    "reset_seed",
+    "unflatten_mesh",
+]
+
+
+def unflatten_mesh(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """View of a one-dimensional mesh with several dimensions."""
+    return mesh._unflatten(0, shape, names)
+
+
+def move_placement(placement: Any, rank: int, device: torch.device) -> Any:
+    """Placement of a shard on another rank; on the CPU a device without index, which ShardedTensor insists on."""
+    index = "" if device.type == "cpu" else f":{placement.device().index}"
+    return remote_device(f"rank:{rank}/{device.type}{index}")
+
+
+def placement_rank(placement: Any) -> int:
+    """Rank of a shard's placement."""
+    return placement.rank()
