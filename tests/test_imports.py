@@ -14,8 +14,9 @@ ALLOWED = {
     "data": set(),
     "optimizers": set(),
     "models": {"data", "metrics", "kernels", "optimizers"},
+    "strategies": {"optimizers"},
     "callbacks": {"data", "metrics", "kernels"},
-    "cli": {"models", "data", "callbacks"},
+    "cli": {"models", "data", "callbacks", "strategies"},
 }
 
 

@@ -3,6 +3,7 @@
 Each is covered by a test, so that a new version that moves one fails with its name.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.strategies.launchers.subprocess_script import (
     _SubprocessScriptLauncher as SubprocessScriptLauncher,
 )
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.remote_device import _remote_device as remote_device
+from torch.nn.utils.stateless import _reparametrize_module
 
 __all__ = [
     "SubprocessScriptLauncher",
@@ -28,9 +31,11 @@ __all__ = [
     "distributed_is_initialized",
     "init_process_group",
     "move_placement",
+    "placement_rank",
     "optimizers_to_device",
     "reduce_over_ranks",
     "remote_device",
+    "reparametrize",
     "reset_seed",
     "unflatten_mesh",
 ]
@@ -50,3 +55,8 @@ def move_placement(placement: Any, rank: int, device: torch.device) -> Any:
 def placement_rank(placement: Any) -> int:
     """Rank of a shard's placement."""
     return placement.rank()
+
+
+def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Lets a module compute with other tensors in the place of its parameters, without calling its hooks."""
+    return _reparametrize_module(module, tensors)
