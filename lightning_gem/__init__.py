@@ -15,7 +15,16 @@ _PUBLIC = {
     "Schema": "data",
 }
 
-__all__ = ["GEM", "GEMConfig", "GEMModule", "HybridShardedStrategy", "RecBatch", "RecDataModule", "Schema", "__version__"]
+__all__ = [
+    "GEM",
+    "GEMConfig",
+    "GEMModule",
+    "HybridShardedStrategy",
+    "RecBatch",
+    "RecDataModule",
+    "Schema",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

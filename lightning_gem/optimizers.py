@@ -57,7 +57,7 @@ def table_optimizers(module: nn.Module, lr: float, eps: float, in_backward: bool
     """
     fused = {name: child.fused_optimizer for name, child in module.named_modules() if isinstance(child, ShardedModule)}
     if fused:
-        return fused  # type: ignore[return-value]
+        return fused
     tables = table_parameters(module)
     if not in_backward:
         return {name: RowWiseAdagrad([parameter], lr=lr, eps=eps) for name, parameter in tables.items()}

@@ -34,6 +34,7 @@ _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+_KINDS = ("table_wise", "row_wise", "column_wise")
 _INIT_ROWS = 8192
 
 
@@ -52,8 +53,8 @@ class TableConfig:
         sharding: ``auto``: tables that would take more than their share of a rank are split by rows, the others are
             placed whole so that every rank holds about as much. Or one kind for all tables.
         per_table: Kind of sharding by table name, before ``sharding``.
-        planner: ``simple``: the rule above. ``torchrec``: TorchRec's planner, with ``sharding`` and ``per_table`` as its
-            constraints; it knows costs, and takes minutes for many tables on many ranks.
+        planner: ``simple``: the rule above. ``torchrec``: TorchRec's planner, with ``sharding`` and ``per_table`` as
+            its constraints; it knows costs, and takes minutes for many tables on many ranks.
         optimizer: Optimizer that runs inside backward, for tables to which the module attached none itself.
         lr: Learning rate of the tables; that of the module's own optimizer for them when not given. Schedulers of that
             optimizer move it.
@@ -131,8 +132,8 @@ def attached_learning_rate(collections: dict[str, Any]) -> float | None:
     }
     if len(rates) > 1:
         raise ValueError(
-            f"the optimizers attached to the tables have learning rates {sorted(rates)}: hybrid_sharded has one for all "
-            "tables, so attach equal ones"
+            f"the optimizers attached to the tables have learning rates {sorted(rates)}: hybrid_sharded has one for "
+            "all tables, so attach equal ones"
         )
     return rates.pop() if rates else None
 
@@ -195,7 +196,12 @@ def place_tables(
 
 
 def plan_tables(
-    module: nn.Module, collections: dict[str, Any], config: TableConfig, num_ranks: int, host_size: int, device_type: str
+    module: nn.Module,
+    collections: dict[str, Any],
+    config: TableConfig,
+    num_ranks: int,
+    host_size: int,
+    device_type: str,
 ) -> ShardingPlan:
     """Sharding plan over the ranks ``0 .. num_ranks - 1`` of one table group; collective with TorchRec's planner.
 
@@ -211,10 +217,12 @@ def plan_tables(
         EmbeddingCollection: EmbeddingCollectionSharder(),
     }
     if config.planner == "torchrec":
+        # Data-parallel tables would be ordinary parameters, which the fused optimizers do not update.
         constraints = {
-            name: ParameterConstraints(sharding_types=[config.kind(name)])
+            name: ParameterConstraints(
+                sharding_types=list(_KINDS) if config.kind(name) == "auto" else [config.kind(name)]
+            )
             for name in names
-            if config.kind(name) != "auto"
         }
         topology = Topology(
             world_size=num_ranks, local_world_size=min(host_size, num_ranks), compute_device=device_type
@@ -255,7 +263,7 @@ def plan_tables(
 def _move_to_group(plan: ShardingPlan, ranks: list[int], device: torch.device) -> None:
     """Rewrites a plan for the ranks of this process's table group, in place."""
     for module_plan in plan.plan.values():
-        for sharding in module_plan.values():  # type: ignore[attr-defined]
+        for sharding in module_plan.values():
             sharding.ranks = [ranks[rank] for rank in sharding.ranks]
             if sharding.sharding_spec is not None:
                 for shard in sharding.sharding_spec.shards:
@@ -302,7 +310,7 @@ class ShardedTables:
         self.kinds = {
             f"{path}.{name}": sharding.sharding_type
             for path, module_plan in plan.plan.items()
-            for name, sharding in module_plan.items()  # type: ignore[attr-defined]
+            for name, sharding in module_plan.items()
         }
         environment = ShardingEnv2D(
             sharding_pg=self.group,
@@ -354,7 +362,7 @@ class ShardedTables:
         return {
             f"{path}.{key.split('.weight')[0]}.weight.{name.split('.')[-1]}": value
             for path, optimizer in self.optimizers.items()
-            for key, states in optimizer.state_dict()["state"].items()  # type: ignore[union-attr]
+            for key, states in optimizer.state_dict()["state"].items()
             for name, value in states.items()
         }
 

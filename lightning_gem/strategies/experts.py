@@ -168,7 +168,7 @@ class _Gather(torch.autograd.Function):
         return _gather(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce(grad, ctx.group), None
 
 
@@ -181,7 +181,7 @@ class _Reduce(torch.autograd.Function):
         return _reduce(x, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _gather(grad, ctx.group), None
 
 
@@ -194,5 +194,5 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(x, sent, received, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return _all_to_all(grad, ctx.received, ctx.sent, ctx.group), None, None, None

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint as checkpoints
-from lightning_gem.strategies.batches import num_samples
+from lightning_gem.strategies.batches import Filler, even_loader, gather_numbers, nothing_counted, num_samples
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
     default_process_group_backend,
@@ -143,7 +143,8 @@ class HybridShardedStrategy(ParallelStrategy):
         self.experts: dict[str, Any] = {}
         self.gradient_norm: Tensor | None = None
         self._sharded: nn.Module | None = None
-        self._loss_weight: Tensor | float = 1.0
+        self._loss_weight = 1.0
+        self._is_filler = False
         self._steps = 0
         self._attached_lr: float | None = None
 
@@ -179,7 +180,7 @@ class HybridShardedStrategy(ParallelStrategy):
         axes = resolve_axes(self.world_size, host, **self.sizes)
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
-        on_device = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        on_device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         init_process_group(self.cluster_environment, self.process_group_backend, timeout=self.timeout, **on_device)
         self.meshes = build_meshes(axes, self.root_device.type)
         rank_zero_info(
@@ -224,7 +225,7 @@ class HybridShardedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.lightning_module.to(self.root_device)
 
-    def setup(self, trainer: Trainer) -> None:  # type: ignore[override]
+    def setup(self, trainer: Trainer) -> None:
         """Shards the model, then makes the optimizers."""
         assert self.accelerator is not None
         assert self.lightning_module is not None
@@ -326,7 +327,7 @@ class HybridShardedStrategy(ParallelStrategy):
 
     # Optimizers.
 
-    def setup_optimizers(self, trainer: Trainer) -> None:  # type: ignore[override]
+    def setup_optimizers(self, trainer: Trainer) -> None:
         """Makes the module's optimizers and gives the tables' learning rate to the first of them.
 
         Raises:
@@ -372,8 +373,27 @@ class HybridShardedStrategy(ParallelStrategy):
 
     # Steps.
 
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Makes loaders end together on all ranks."""
+        return even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, and remembers whether it only stands in for one.
+
+        Raises:
+            ValueError: If several training loaders of which one ran out are combined.
+        """
+        self._is_filler = isinstance(batch, Filler)
+        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+        if any(isinstance(part, Filler) for part in parts):
+            raise ValueError(
+                "several training loaders are combined and one of them has fewer batches on some ranks: give every "
+                "rank the same number"
+            )
+        return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
+
     def _exchange_sizes(self, batch: Any) -> None:
-        """Tells all ranks the batch sizes of the step.
+        """Tells all ranks the batch sizes of the step, and weighs the loss of this one.
 
         Raises:
             ValueError: If they differ where tables split by rows need equal ones.
@@ -381,24 +401,29 @@ class HybridShardedStrategy(ParallelStrategy):
         if self.world_size == 1:
             return
         own = num_samples(batch)
-        mine = torch.tensor([-1 if own is None else own], device=self.root_device)
-        everyone = mine.new_empty(self.world_size)
-        dist.all_gather_into_tensor(everyone, mine)
-        sizes = everyone.tolist()
-        self._loss_weight = 1.0
+        everyone = gather_numbers([-1 if own is None else own, 0 if self._is_filler else 1], self.root_device)
+        sizes = [size for size, _ in everyone]
         unequal = len(set(sizes)) > 1
         if unequal and self.tables is not None and self.tables.needs_equal_batches:
             raise ValueError(
                 f"the batches of the ranks have {sizes} samples: tables of an EmbeddingBagCollection that are split by "
                 "rows need equal batches. Use drop_last, or tables.sharding: table_wise"
             )
-        if unequal and -1 not in sizes and self.loss_weighting == "samples":
-            self._loss_weight = own * self.world_size / sum(sizes) if own is not None else 1.0
+        by_samples = self.loss_weighting == "samples" and -1 not in sizes
+        weights = [(size if by_samples else 1) * counts for size, counts in everyone]
+        self._loss_weight = weights[self.global_rank] * self.world_size / max(sum(weights), 1)
         for module in self.experts.values():
             exchange = module.expert_exchange
             if exchange is not None:
                 ranks = dist.get_process_group_ranks(exchange.group)
                 exchange.samples = [sizes[rank] for rank in ranks] if unequal and -1 not in sizes else None
+
+    @contextmanager
+    def _step(self, batch: Any) -> Generator[None, None, None]:
+        """Around a step of the module."""
+        self._exchange_sizes(batch)
+        with nothing_counted(self.lightning_module) if self._is_filler else nullcontext():
+            yield
 
     def _push_table_learning_rate(self) -> None:
         """Hands the lookups the learning rate of the coming backward: they take it along in forward."""
@@ -412,24 +437,25 @@ class HybridShardedStrategy(ParallelStrategy):
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step after the ranks have told each other their batch sizes."""
-        self._exchange_sizes(batch)
         self._push_table_learning_rate()
-        return super().training_step(batch, *args, **kwargs)
+        with self._step(batch):
+            return super().training_step(batch, *args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`training_step`."""
-        self._exchange_sizes(batch)
-        return super().validation_step(batch, *args, **kwargs)
+        with self._step(batch):
+            return super().validation_step(batch, *args, **kwargs)
 
     def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`training_step`."""
-        self._exchange_sizes(batch)
-        return super().test_step(batch, *args, **kwargs)
+        with self._step(batch):
+            return super().test_step(batch, *args, **kwargs)
 
     def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """As :meth:`training_step`."""
-        self._exchange_sizes(batch)
-        return super().predict_step(batch, *args, **kwargs)
+        """As :meth:`training_step`; nothing is predicted for a batch that only stands in."""
+        with self._step(batch):
+            predictions = super().predict_step(batch, *args, **kwargs)
+        return None if self._is_filler else predictions
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Weighs the loss and checks it on all ranks, then runs the backward.
@@ -437,11 +463,9 @@ class HybridShardedStrategy(ParallelStrategy):
         Raises:
             FloatingPointError: On all ranks, if the loss of any is not finite and ``nonfinite_loss`` is ``raise``.
         """
-        finite = torch.isfinite(closure_loss.detach()).all().float().reshape(1)
-        everyone = finite.new_empty(self.world_size)
-        dist.all_gather_into_tensor(everyone, finite)
-        if not bool(everyone.all()):
-            ranks = [rank for rank, ok in enumerate(everyone.tolist()) if not ok]
+        finite = bool(torch.isfinite(closure_loss.detach()).all())
+        ranks = [rank for rank, (ok,) in enumerate(gather_numbers([int(finite)], self.root_device)) if not ok]
+        if ranks:
             if self.nonfinite_loss == "raise":
                 raise FloatingPointError(
                     f"the loss is not finite on rank {', '.join(map(str, ranks))}: no weight was changed in this step; "
@@ -451,9 +475,7 @@ class HybridShardedStrategy(ParallelStrategy):
             return closure_loss
         return super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
 
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Steps, and averages the copies of the tables when it is time."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._steps += 1
@@ -508,7 +530,9 @@ class HybridShardedStrategy(ParallelStrategy):
             raise ValueError("storage_options is not supported by hybrid_sharded: checkpoints are local directories")
         checkpoints.save(checkpoint, Path(self.broadcast(str(filepath))))
 
-    def load_checkpoint(self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Loads what :meth:`save_checkpoint` wrote on any number of ranks; collective."""
         assert self.lightning_module is not None
         path = Path(self.broadcast(str(checkpoint_path)))
