@@ -131,22 +131,23 @@ def load(path: Path, module: nn.Module, optimizers: list[Optimizer], tables: Sha
     saved = _read_metadata(path)
     rest = torch.load(path / _META, weights_only=True, map_location="cpu")
     own = {f"model.{key}": value for key, value in module.state_dict().items() if _is_tensor(value)}
-    _compare(saved, own, "model.")
     wanted = dict(own)
-    fresh: list[tuple[Optimizer, nn.Parameter, str, Any]] = []
+    problems = [_difference(saved, own, "model.")]
+    fresh: list[tuple[Optimizer, nn.Parameter, str, Tensor]] = []
+    parameters = dict(module.named_parameters())
     for i, optimizer in enumerate(optimizers):
         whole, dense = _unwrap(optimizer)
         prefix = f"optimizer.{i}."
         if tables is not None and whole is not dense:
             table_state = {f"{prefix}tables.{key}": value for key, value in tables.optimizer_state().items()}
-            _compare(saved, table_state, f"{prefix}tables.")
+            problems.append(_difference(saved, table_state, f"{prefix}tables."))
             wanted.update(table_state)
-        parameters = dict(module.named_parameters())
         for key, metadata in saved.items():
             if key.startswith(f"{prefix}dense."):
                 name, _, state = key[len(f"{prefix}dense.") :].rpartition(".")
                 if name not in parameters:
-                    raise ValueError(f"the checkpoint has optimizer state of {name}, which this model lacks")
+                    problems.append(f"it has optimizer state of {name}, which this model lacks")
+                    continue
                 parameter = parameters[name]
                 dtype = metadata.properties.dtype
                 if tuple(metadata.size) == tuple(parameter.shape) and parameter.dim():
@@ -155,6 +156,7 @@ def load(path: Path, module: nn.Module, optimizers: list[Optimizer], tables: Sha
                     value = torch.zeros(tuple(metadata.size), dtype=dtype)
                 wanted[key] = value
                 fresh.append((dense, parameter, state, value))
+    _raise_together(path, problems)
     dcp.load(wanted, checkpoint_id=str(path))
     for dense, parameter, state, value in fresh:
         dense.state[parameter][state] = value
@@ -179,25 +181,39 @@ def _read_metadata(path: Path) -> dict[str, Any]:
     return metadata.state_dict_metadata
 
 
-def _compare(saved: dict[str, Any], own: dict[str, Any], prefix: str) -> None:
-    """Compares names and shapes under a prefix."""
+def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str) -> str | None:
+    """The first difference of names and shapes under a prefix; collective, for a rank may hold only some of them."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, set(own))
+    needed: set[str] = set().union(*everyone)
     names = {key for key in saved if key.startswith(prefix)}
-    for problem, keys in (("lacks", sorted(set(own) - names)), ("has", sorted(names - set(own)))):
-        if keys:
-            where = "this model does not" if problem == "has" else "this model needs"
-            raise ValueError(
-                f"the checkpoint is one of another model or optimizer: it {problem} {keys[0]}, which {where}"
-                f"{' have' if problem == 'has' else ''} ({len(keys)} such entries)"
-            )
+    if needed - names:
+        return f"it lacks {min(needed - names)}, which this model needs ({len(needed - names)} such entries)"
+    if names - needed:
+        return f"it has {min(names - needed)}, which this model lacks ({len(names - needed)} such entries)"
     for key, value in own.items():
         before, now = tuple(saved[key].size), tuple(value.shape)
         if before != now:
-            hint = "" if len(before) != 2 or before[1:] != now[1:] else " (num_embeddings of a table, if it is one)"
-            raise ValueError(
-                f"{key} has shape {before} in the checkpoint and {now} in this model{hint}: set the old size, or start "
-                "from scratch. Row-wise AdaGrad of a table that is split by columns keeps a state per part, so such a "
-                "table has to stay split into as many parts"
-            )
+            if before[1:] == now[1:] and key.startswith("model."):
+                hint = ". For a table that is num_embeddings: set the old number, or start from scratch"
+            elif key.startswith("model."):
+                hint = ": set the old size, or start from scratch"
+            else:
+                hint = (
+                    ": row-wise AdaGrad keeps a state per part of a table that is split by columns, so split it as "
+                    "before, or set tables.per_table to row_wise for a table that was never split by columns"
+                )
+            return f"{key} has shape {before} in it and {now} in this model{hint}"
+    return None
+
+
+def _raise_together(path: Path, problems: list[str | None]) -> None:
+    """Raises on all ranks what any of them found, so that none waits for the others; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, next((problem for problem in problems if problem), None))
+    found = next((problem for problem in everyone if problem), None)
+    if found:
+        raise ValueError(f"{path} is a checkpoint of another model or optimizer: {found}")
 
 
 def _load_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

@@ -1,4 +1,4 @@
-"""A LightningModule around TorchRec's DLRM that knows nothing of this package, with data for any number of ranks."""
+"""A LightningModule around TorchRec's DLRM that knows nothing of the strategy, with data for any number of ranks."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +14,8 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from lightning_gem.optimizers import DenseAndTables, dense_parameters, table_optimizers
+
 ROWS = {"small": 20, "large": 100, "middle": 40}
 KEYS = list(ROWS)
 NUM_DENSE = 4
@@ -28,16 +30,26 @@ class LitDLRM(LightningModule):
         attach: Attach row-wise AdaGrad to the tables, in TorchRec's way.
         cross: Use DLRM_DCN.
         dense_lr: Learning rate of AdamW over all parameters, instead of SGD.
+        table_lr: Learning rate of row-wise AdaGrad over the tables; for one process.
+        rows: Rows of the smallest table.
     """
 
-    def __init__(self, lr: float = 0.5, attach: bool = False, cross: bool = False, dense_lr: float = 0.0) -> None:
+    def __init__(
+        self,
+        lr: float = 0.5,
+        attach: bool = False,
+        cross: bool = False,
+        dense_lr: float = 0.0,
+        table_lr: float = 0.0,
+        rows: int = ROWS["small"],
+    ) -> None:
         super().__init__()
-        self.lr, self.dense_lr = lr, dense_lr
+        self.lr, self.dense_lr, self.table_lr = lr, dense_lr, table_lr
         tables = EmbeddingBagCollection(
             device=torch.device("cpu"),
             tables=[
-                EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=rows, feature_names=[key])
-                for key, rows in ROWS.items()
+                EmbeddingBagConfig(name=f"t_{key}", embedding_dim=DIM, num_embeddings=num_rows, feature_names=[key])
+                for key, num_rows in {**ROWS, "small": rows}.items()
             ],
         )
         if attach:
@@ -68,8 +80,13 @@ class LitDLRM(LightningModule):
 
     def configure_optimizers(self) -> Any:
         """One optimizer over all parameters, tables included, and a schedule."""
-        if self.dense_lr:
-            optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.parameters(), lr=self.dense_lr)
+        optimizer: torch.optim.Optimizer
+        if self.table_lr:
+            tables = table_optimizers(self, self.table_lr, 1e-8, in_backward=True)
+            adamw = torch.optim.AdamW(dense_parameters(self), lr=self.dense_lr)
+            optimizer = DenseAndTables(adamw, tables, self.table_lr, in_backward=True, follow=adamw.param_groups[0])
+        elif self.dense_lr:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.dense_lr)
         else:
             optimizer = torch.optim.SGD(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 10))

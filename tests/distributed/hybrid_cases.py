@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -338,6 +339,7 @@ def refused(folder: Path) -> dict[str, Any]:
     tied = LitDLRM()
     tied.first, tied.second = torch.nn.Linear(9, 9, bias=False), torch.nn.Linear(9, 9, bias=False)
     tied.second.weight = tied.first.weight
+    saved, damaged = str(folder / "checkpoints" / "epoch=0.ckpt"), folder / "damaged.ckpt"
     attempts: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "accumulate": (LitDLRM(), {}, {"accumulate_grad_batches": 2}),
         "precision": (LitDLRM(), {}, {"precision": "bf16-true"}),
@@ -351,9 +353,15 @@ def refused(folder: Path) -> dict[str, Any]:
         "twice": (twice, {}, {}),
         "tied": (tied, {"wrap": lambda name, module: isinstance(module, torch.nn.Linear)}, {}),
         "checkpoint": (LitDLRM(), {}, {"ckpt_path": str(folder / "missing.ckpt")}),
+        "other_model": (LitDLRM(cross=True), {}, {"ckpt_path": saved}),
+        "other_rows": (LitDLRM(rows=21, dense_lr=0.1), {}, {"ckpt_path": saved}),
+        "no_shard": (LitDLRM(), {}, {"ckpt_path": str(damaged)}),
         "unequal": (LitDLRM(), {"tables": TableConfig(sharding="row_wise")}, {"data": ClickData([[3, 2]])}),
     }
     messages = {}
+    if dist.get_rank() == 0:
+        shutil.copytree(saved, damaged)
+        next(damaged.glob("*.distcp")).unlink()
     for name, (model, options, arguments) in attempts.items():
         path, data = arguments.pop("ckpt_path", None), arguments.pop("data", ClickData())
         try:
@@ -395,6 +403,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "save": save,
     "resume_rows": resume({"sharding": "row_wise"}),
     "resume_copies": resume({}, shard=2),
+    "resume_whole": resume({}, wrap_min_parameters=50),
     "resume_auto": resume({"sharding": "auto"}, wrap_min_parameters=50),
     "uneven": uneven,
     "poisoned": poisoned,
