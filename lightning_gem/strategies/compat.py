@@ -23,12 +23,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.remote_device import _remote_device as remote_device
 from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
 
 __all__ = [
     "SubprocessScriptLauncher",
     "apply_optimizer_in_backward",
     "default_process_group_backend",
+    "detects_anomaly",
     "distributed_is_initialized",
+    "in_backward_optimizers",
     "init_process_group",
     "move_placement",
     "placement_rank",
@@ -39,6 +42,16 @@ __all__ = [
     "reset_seed",
     "unflatten_mesh",
 ]
+
+
+def in_backward_optimizers(parameter: nn.Parameter) -> list[Optimizer]:
+    """Optimizers that run in the backward of a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", [])
+
+
+def detects_anomaly(trainer: Any) -> bool:
+    """Whether the trainer runs under autograd's anomaly detection."""
+    return trainer._detect_anomaly
 
 
 def unflatten_mesh(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

@@ -15,7 +15,7 @@ from lightning_gem.strategies.mesh import Meshes
 WrapRule = Callable[[str, nn.Module], bool]
 
 # Modules that read the parameters of their children without calling them.
-_INDIVISIBLE = (nn.MultiheadAttention, nn.RNNBase, nn.modules.batchnorm._NormBase)
+_INDIVISIBLE = (nn.MultiheadAttention, nn.RNNBase)
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 

@@ -23,7 +23,12 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv2D, ShardingPla
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from lightning_gem.strategies.compat import apply_optimizer_in_backward, move_placement, placement_rank
+from lightning_gem.strategies.compat import (
+    apply_optimizer_in_backward,
+    in_backward_optimizers,
+    move_placement,
+    placement_rank,
+)
 from lightning_gem.strategies.mesh import Meshes
 
 TableOptimizer = Literal["row_wise_adagrad", "adagrad", "sgd"]
@@ -112,7 +117,7 @@ def attach_optimizers(
         parameter
         for collection in collections.values()
         for parameter in collection.parameters()
-        if not hasattr(parameter, "_in_backward_optimizers")
+        if not in_backward_optimizers(parameter)
     ]
     apply_optimizer_in_backward(optimizer, fresh, arguments)
 
@@ -127,7 +132,7 @@ def attached_learning_rate(collections: dict[str, Any]) -> float | None:
         group["lr"]
         for collection in collections.values()
         for parameter in collection.parameters()
-        for optimizer in getattr(parameter, "_in_backward_optimizers", [])
+        for optimizer in in_backward_optimizers(parameter)
         for group in optimizer.param_groups
     }
     if len(rates) > 1:

@@ -25,6 +25,7 @@ from lightning_gem.strategies.batches import Filler, even_loader, gather_numbers
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
     default_process_group_backend,
+    detects_anomaly,
     distributed_is_initialized,
     init_process_group,
     optimizers_to_device,
@@ -209,7 +210,11 @@ class HybridShardedStrategy(ParallelStrategy):
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the ranks."""
-        return reduce_over_ranks(tensor, group, reduce_op=reduce_op) if isinstance(tensor, Tensor) else tensor
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.float()  # Lightning would round the mean of sample counts down
+        return reduce_over_ranks(tensor, group, reduce_op=reduce_op)
 
     # Model.
 
@@ -265,7 +270,7 @@ class HybridShardedStrategy(ParallelStrategy):
                 f"precision plugin {type(plugin).__name__} ({plugin.precision}) is not supported: use 32-true, "
                 "bf16-mixed, or 32-true with param_dtype: bfloat16"
             )
-        if getattr(trainer, "_detect_anomaly", False):
+        if detects_anomaly(trainer):
             raise ValueError("detect_anomaly=True does not work with sharded parameters: set it to false")
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if any(
@@ -274,7 +279,7 @@ class HybridShardedStrategy(ParallelStrategy):
                 raise ValueError(
                     f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
                 )
-        if getattr(trainer, "_accelerator_connector", None) is not None and self._layer_sync is not None:
+        if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
 
     def _shard(self, module: Any) -> None:

@@ -24,7 +24,7 @@ Results = Callable[[int, str], list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Results of a case on a number of ranks; all cases of a number run in the same processes, when one is asked for."""
+    """Results of a case on a number of ranks; all cases of a number run in the same processes."""
     folder = tmp_path_factory.mktemp("ranks")
     done: dict[int, dict[str, list[dict[str, Any]]]] = {}
 
