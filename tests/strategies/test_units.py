@@ -1,6 +1,7 @@
 """What needs no processes: placement, units, batches, registration, private names."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,17 @@ def test_every_argument_goes_through_yaml(tmp_path: Path) -> None:
     assert isinstance(made, HybridShardedStrategy)
     assert made.sizes["replicate"] == 2
     assert made.table_config == TableConfig(sharding="row_wise", per_table={"t": "table_wise"}, lr=0.1)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/strategy.md"])
+def test_documented_yaml(page: str, tmp_path: Path) -> None:
+    blocks = re.findall(r"```yaml\n(.*?)```", (PACKAGE.parents[1] / page).read_text(), flags=re.DOTALL)
+    config = yaml.safe_load(next(block for block in blocks if "HybridShardedStrategy" in block))
+    config["trainer"].update(accelerator="cpu", logger=False)
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    model = "lightning.pytorch.demos.boring_classes.BoringModel"
+    cli = LightningCLI(args=["--config", str(tmp_path / "config.yaml"), "--model", model], run=False)
+    assert isinstance(cli.trainer.strategy, HybridShardedStrategy)
 
 
 @pytest.mark.parametrize("name", compat.__all__)
