@@ -1,6 +1,6 @@
 """TorchRec's DLRM, unchanged, under HybridShardedStrategy: two processes on this machine, random clicks.
 
-    python examples/dlrm_hybrid_sharded.py --devices 2
+python examples/dlrm_hybrid_sharded.py --devices 2
 """
 
 import argparse
@@ -32,7 +32,9 @@ class Clicks(LightningModule):
             for name, rows in ROWS.items()
         ]
         collection = EmbeddingBagCollection(device=torch.device("cpu"), tables=tables)
-        self.model = DLRM(collection, dense_in_features=4, dense_arch_layer_sizes=[32, 16], over_arch_layer_sizes=[32, 1])
+        self.model = DLRM(
+            collection, dense_in_features=4, dense_arch_layer_sizes=[32, 16], over_arch_layer_sizes=[32, 1]
+        )
 
     def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
         """Binary cross-entropy."""

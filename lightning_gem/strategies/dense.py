@@ -72,12 +72,21 @@ def choose_units(root: nn.Module, rule: WrapRule | None, min_parameters: int) ->
     return units
 
 
+def large_embeddings(root: nn.Module, min_parameters: int = 1_000_000) -> list[tuple[str, int]]:
+    """Names and sizes of plain embeddings that would be better off as TorchRec tables."""
+    return [
+        (name, module.weight.numel())
+        for name, module in root.named_modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.numel() >= min_parameters
+    ]
+
+
 def check_parameters(root: nn.Module, units: list[str]) -> None:
     """Refuses what FSDP2 would fail on far from the cause.
 
     Raises:
-        TypeError: For modules of the first FSDP.
-        ValueError: For parameters that belong to two units.
+        TypeError: For modules that are wrapped or sharded already.
+        ValueError: For parameters that belong to two units, and for embeddings with sparse gradients.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -86,6 +95,8 @@ def check_parameters(root: nn.Module, units: list[str]) -> None:
             raise TypeError(f"{name} is wrapped in {type(module).__name__}: remove the wrapper, the strategy shards it")
         if isinstance(module, FSDPModule):
             raise TypeError(f"{name} is sharded already by fully_shard: remove that call, the strategy shards it")
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not is_table_module(module):
+            raise ValueError(f"{name} has sparse gradients, which FSDP2 cannot reduce: set sparse=False")
     owners: dict[int, tuple[str, str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
         if is_table_module(module):

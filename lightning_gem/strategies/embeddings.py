@@ -19,7 +19,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import ShardedModule, ShardingEnv2D, ShardingPlan, ShardingType
+from torchrec.distributed.types import BoundsCheckMode, ShardedModule, ShardingEnv2D, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -64,6 +64,8 @@ class TableConfig:
         lr: Learning rate of the tables; that of the module's own optimizer for them when not given. Schedulers of that
             optimizer move it.
         eps: Term added to the root of AdaGrad's accumulated squares.
+        bounds_check: What a lookup does with an id outside of its table: ``fatal`` stops, ``warning`` takes row 0 and
+            says so once in a while, ``ignore`` takes row 0.
         sync_interval: Steps between two averagings of the copies along ``table_replicate``.
     """
 
@@ -73,6 +75,7 @@ class TableConfig:
     optimizer: TableOptimizer = "row_wise_adagrad"
     lr: float | None = None
     eps: float = 1e-8
+    bounds_check: Literal["fatal", "warning", "ignore"] = "fatal"
     sync_interval: int = 1
 
     def kind(self, table: str) -> TableSharding:
@@ -325,7 +328,8 @@ class ShardedTables:
             node_group_size=min(host_size, meshes.axes.table),
             use_inter_host_allreduce=not meshes.axes.copies_in_host,
         )
-        sharders: list[Any] = [_BagSharder(), EmbeddingCollectionSharder()]
+        fused = {"bounds_check_mode": BoundsCheckMode[config.bounds_check.upper()]}
+        sharders: list[Any] = [_BagSharder(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
         shard_modules(module, env=environment, device=device, plan=plan, sharders=sharders)
         self.modules = {path: module.get_submodule(path) for path in collections}
         for name, shard, (row, column) in self.shards():

@@ -36,6 +36,7 @@ from lightning_gem.strategies.dense import (
     WrapRule,
     check_parameters,
     choose_units,
+    large_embeddings,
     materialize,
     shard_dense,
     wrap_by_class,
@@ -183,7 +184,8 @@ class HybridShardedStrategy(ParallelStrategy):
         assert self.cluster_environment is not None
         on_device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
         init_process_group(self.cluster_environment, self.process_group_backend, timeout=self.timeout, **on_device)
-        self.meshes = build_meshes(axes, self.root_device.type)
+        if self.meshes is None or self.meshes.axes != axes:
+            self.meshes = build_meshes(axes, self.root_device.type)
         rank_zero_info(
             f"hybrid_sharded: dense {axes.replicate} x {axes.shard} (replicate x shard), experts over {axes.expert}, "
             f"tables {axes.table_replicate} x {axes.table} (table_replicate x table)"
@@ -305,6 +307,11 @@ class HybridShardedStrategy(ParallelStrategy):
                     "protocol in lightning_gem.strategies.experts"
                 )
         check_parameters(module, units)
+        for name, size in large_embeddings(module):
+            rank_zero_info(
+                f"hybrid_sharded: {name} is a plain nn.Embedding with {size:,} parameters, gathered whole in every "
+                "step: as a TorchRec EmbeddingCollection it would be sharded as a table"
+            )
         if collections:
             self._attached_lr = attached_learning_rate(collections)
             optimizer, arguments = default_optimizer(self.table_config)

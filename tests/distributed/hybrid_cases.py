@@ -1,5 +1,6 @@
 """What the ranks do in test_hybrid.py."""
 
+import contextlib
 import inspect
 import os
 import shutil
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,7 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_gem.models import GEM, ExpertsConfig, GEMConfig, GEMModule
 from lightning_gem.models.experts import WukongExperts
-from lightning_gem.strategies import HybridShardedStrategy, TableConfig
+from lightning_gem.strategies import HybridShardedStrategy, TableConfig, checkpoint
 from lightning_gem.strategies.checkpoint import full_state_dict
 from lightning_gem.strategies.experts import shard_experts
 from lightning_gem.strategies.mesh import build_meshes, resolve_axes
@@ -372,6 +374,112 @@ def refused(folder: Path) -> dict[str, Any]:
     return messages
 
 
+class ManualDLRM(LitDLRM):
+    """The same steps by hand."""
+
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+        """As its parent's, with backward and step."""
+        optimizer: Any = self.optimizers()
+        scheduler: Any = self.lr_schedulers()
+        loss = super().training_step(batch, batch_idx)
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        scheduler.step()
+        return loss
+
+
+class OnlyTables(LitDLRM):
+    """No dense parameter at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = self.model.sparse_arch.embedding_bag_collection
+        del self.model
+
+    def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        scores = self.tables(batch["sparse"]).values().sum(dim=1)
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, batch["label"])
+
+
+class OnlyDense(LitDLRM):
+    """No TorchRec module at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+    def _loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        logits = self.model(batch["dense"]).squeeze(1)
+        return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
+
+
+MODELS = {"manual": ManualDLRM, "only_tables": OnlyTables, "only_dense": OnlyDense}
+
+
+def models(folder: Path) -> dict[str, Any]:
+    """Other modules, under the strategy if there are ranks."""
+    results = {}
+    for name, kind in MODELS.items():
+        seed_everything(0)
+        record = Record()
+        strategy: Any = "auto"
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            strategy = HybridShardedStrategy(tables=TableConfig(optimizer="sgd"), timeout_seconds=60)
+        clip = 0.5 if name == "only_dense" else None
+        trainer(folder, strategy, callbacks=[record], gradient_clip_val=clip).fit(kind(), ClickData())
+        results[name] = {"weights": record.weights}
+    return results
+
+
+def precisions(folder: Path) -> dict[str, Any]:
+    """Losses in lower precision."""
+    layouts: dict[str, dict[str, Any]] = {
+        "autocast": {"precision": "bf16-mixed"},
+        "gathered": {"param_dtype": "bfloat16", "reduce_dtype": "float32", "wrap_min_parameters": 50},
+    }
+    return {name: dlrm(SGD, **options)(folder)["losses"] for name, options in layouts.items()}
+
+
+def out_of_range(folder: Path) -> dict[str, Any]:
+    """An id that its table does not have."""
+
+    class Wrong(LitDLRM):
+        def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
+            batch["sparse"].values()[0] = 1_000_000
+            return super().training_step(batch, batch_idx)
+
+    try:
+        trainer(folder, HybridShardedStrategy()).fit(Wrong(), ClickData())
+    except RuntimeError as error:
+        return {"message": str(error)}
+    return {"message": "nothing was raised"}
+
+
+def interrupted(folder: Path) -> dict[str, Any]:
+    """A save that dies half-way over a good checkpoint."""
+    strategy = HybridShardedStrategy()
+    run = trainer(folder, strategy, max_steps=2)
+    run.fit(LitDLRM(), ClickData())
+    path = folder / "again.ckpt"
+    run.save_checkpoint(path)
+    before = full_state_dict(run.lightning_module, strategy.tables)
+    run = trainer(folder, HybridShardedStrategy(), max_steps=4)
+    run.fit(LitDLRM(), ClickData(), ckpt_path=str(path))
+    with mock.patch.object(checkpoint, "_flush", side_effect=OSError("killed")), contextlib.suppress(OSError):
+        run.save_checkpoint(path)
+    strategy = HybridShardedStrategy()
+    run = trainer(folder, strategy)
+    run.validate(LitDLRM(), ClickData(), ckpt_path=str(path), verbose=False)
+    first = {"before": before, "weights": full_state_dict(run.lightning_module, strategy.tables)}
+    names = sorted(file.name for file in folder.iterdir() if "again" in file.name)
+    return {**first, "names": names}
+
+
 def command_line(folder: Path) -> dict[str, Any]:
     """A foreign module and LightningCLI's own command line."""
     config = {
@@ -410,5 +518,9 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "exchange": exchange,
     "meta": meta,
     "refused": refused,
+    "models": models,
+    "precisions": precisions,
+    "out_of_range": out_of_range,
+    "interrupted": interrupted,
     "command_line": command_line,
 }

@@ -8,15 +8,15 @@ import pytest
 import torch
 from lightning.pytorch import seed_everything
 
-from tests.distributed.hybrid_cases import FOUR, RESUMED, TWO, Case, fit_dlrm, shares, uneven
+from tests.distributed.hybrid_cases import FOUR, MODELS, RESUMED, TWO, Case, fit_dlrm, models, shares, uneven
 from tests.distributed.ranks import run_ranks
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 EXTRA = {
     4: ["save", "resume_copies", "uneven", "exchange"],
     3: ["resume_whole"],
-    2: ["resume_rows", "poisoned", "meta", "refused"],
-    1: ["resume_auto", "command_line"],
+    2: ["resume_rows", "poisoned", "meta", "refused", "models", "precisions"],
+    1: ["resume_auto", "command_line", "out_of_range", "interrupted"],
 }
 
 Results = Callable[[int, str], list[dict[str, Any]]]
@@ -123,6 +123,33 @@ def test_meta_init_does_not_depend_on_the_layout(results: Results) -> None:
         first, second = rank["0"], rank["1"]
         compare_weights([{"weights": first}], {"weights": second})
         assert any(value.abs().max() > 0.1 for value in first.values())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_other_modules_equal_one_process(results: Results, tmp_path: Path, name: str) -> None:
+    one = models(tmp_path)
+    for rank in results(2, "models"):
+        compare_weights([rank[name]], one[name])
+
+
+def test_lower_precision_stays_close(results: Results, references: Callable[[Case], dict[str, Any]]) -> None:
+    one = torch.tensor(references(TWO["dlrm_row_wise"])["losses"])
+    ranks = results(2, "precisions")
+    for name in ranks[0]:
+        losses = torch.tensor([rank[name] for rank in ranks]).mean(dim=0)
+        torch.testing.assert_close(losses, one, rtol=0, atol=0.01)
+        assert (losses != one).any()
+
+
+def test_id_outside_of_its_table_stops(results: Results) -> None:
+    (rank,) = results(1, "out_of_range")
+    assert "idx < num_rows" in rank["message"]
+
+
+def test_interrupted_save_keeps_the_old_checkpoint(results: Results) -> None:
+    (rank,) = results(1, "interrupted")
+    compare_weights([rank], {"weights": rank["before"]})
+    assert rank["names"] == [".again.ckpt.partial", "again.ckpt"]
 
 
 def test_foreign_module_in_plain_lightning_cli(results: Results, tmp_path: Path) -> None:
