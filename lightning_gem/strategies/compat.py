@@ -20,6 +20,7 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 )
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.remote_device import _remote_device as remote_device
 from torch.nn.utils.stateless import _reparametrize_module
@@ -29,6 +30,7 @@ __all__ = [
     "SubprocessScriptLauncher",
     "apply_optimizer_in_backward",
     "default_process_group_backend",
+    "default_store",
     "detects_anomaly",
     "distributed_is_initialized",
     "in_backward_optimizers",
@@ -42,6 +44,11 @@ __all__ = [
     "reset_seed",
     "unflatten_mesh",
 ]
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return _get_default_store()
 
 
 def in_backward_optimizers(parameter: nn.Parameter) -> list[Optimizer]:

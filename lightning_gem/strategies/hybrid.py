@@ -1,5 +1,6 @@
 """HybridShardedStrategy: FSDP2, expert parallelism and TorchRec tables in one Lightning strategy."""
 
+import logging
 import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -50,8 +51,11 @@ from lightning_gem.strategies.embeddings import (
     find_collections,
 )
 from lightning_gem.strategies.experts import check_experts, find_experts, shard_experts
+from lightning_gem.strategies.failures import silent_ranks
 from lightning_gem.strategies.gradients import clip_by_norm
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
+
+log = logging.getLogger(__name__)
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -148,6 +152,8 @@ class HybridShardedStrategy(ParallelStrategy):
         self._loss_weight = 1.0
         self._is_filler = False
         self._steps = 0
+        self._silent: list[int] | None = None
+        self._trainer: Trainer | None = None
         self._attached_lr: float | None = None
 
     # Processes.
@@ -183,6 +189,11 @@ class HybridShardedStrategy(ParallelStrategy):
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
         on_device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        if dist.is_torchelastic_launched() and not distributed_is_initialized():
+            # The agent's store outlives a crash: a restarted group would read the addresses of dead ranks in it.
+            store, _, _ = next(dist.rendezvous("env://", timeout=self.timeout))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            on_device["store"] = dist.PrefixStore(f"hybrid_sharded/{attempt}", store)
         init_process_group(self.cluster_environment, self.process_group_backend, timeout=self.timeout, **on_device)
         if self.meshes is None or self.meshes.axes != axes:
             self.meshes = build_meshes(axes, self.root_device.type)
@@ -206,6 +217,10 @@ class HybridShardedStrategy(ParallelStrategy):
         """Returns the object of rank ``src`` on every rank."""
         if not distributed_is_initialized():
             return obj
+        # Callbacks that save after a failure come here first; without all ranks they would wait for ever.
+        interrupted = self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and self._silent_ranks():
+            raise RuntimeError(f"nothing can be saved: {_gone(self._silent_ranks())}")
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
@@ -237,6 +252,7 @@ class HybridShardedStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        self._trainer = trainer
         self._check_trainer(trainer)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
@@ -550,6 +566,18 @@ class HybridShardedStrategy(ParallelStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         return checkpoints.load(path, self.lightning_module, self.optimizers, self.tables)
 
+    def _silent_ranks(self) -> list[int]:
+        """Ranks that are gone, asked for once after a failure."""
+        if self._silent is None:
+            alive = distributed_is_initialized() and self.world_size > 1
+            self._silent = silent_ranks(self.global_rank, self.world_size) if alive else []
+        return self._silent
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which ranks are gone: a broken connection names none."""
+        if isinstance(exception, RuntimeError) and self._silent_ranks():
+            log.error("hybrid_sharded: %s", _gone(self._silent_ranks()))
+
     def teardown(self) -> None:
         """Leaves parameters where they are: sharded ones cannot move."""
         assert self.cluster_environment is not None
@@ -557,6 +585,10 @@ class HybridShardedStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _gone(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} gives no sign of life"
 
 
 def _with_experts(units: list[str], experts: list[str]) -> list[str]:

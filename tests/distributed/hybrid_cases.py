@@ -4,6 +4,7 @@ import contextlib
 import inspect
 import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -480,6 +481,35 @@ def interrupted(folder: Path) -> dict[str, Any]:
     return {**first, "names": names}
 
 
+class Kill(Callback):
+    """Kills the last rank in the middle of a step."""
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Kills it in the first attempt."""
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        if trainer.global_step == 5 and trainer.global_rank == trainer.world_size - 1 and attempt == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder: Path) -> dict[str, Any]:
+    """A rank dies, and a checkpoint is asked for on exceptions."""
+    keep = ModelCheckpoint(folder / "killed", every_n_train_steps=2, save_last=True, save_on_exception=True)
+    strategy = HybridShardedStrategy(tables=TableConfig(sharding="table_wise"), timeout_seconds=60)
+    run = trainer(folder, strategy, callbacks=[keep, Kill()], enable_checkpointing=True)
+    try:
+        run.fit(LitDLRM(), ClickData())
+    except RuntimeError as error:
+        return {"message": str(error)}
+    return {"message": "nothing was raised"}
+
+
+def after_kill(folder: Path) -> dict[str, Any]:
+    """Loads what is left."""
+    run = trainer(folder, HybridShardedStrategy(), max_steps=6)
+    run.fit(LitDLRM(), ClickData(), ckpt_path=str(folder / "killed" / "last.ckpt"))
+    return {"step": run.global_step}
+
+
 def command_line(folder: Path) -> dict[str, Any]:
     """A foreign module and LightningCLI's own command line."""
     config = {
@@ -522,5 +552,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "precisions": precisions,
     "out_of_range": out_of_range,
     "interrupted": interrupted,
+    "killed": killed,
+    "after_kill": after_kill,
     "command_line": command_line,
 }

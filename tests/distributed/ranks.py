@@ -35,8 +35,10 @@ def _worker(rank: int, size: int, port: int, module: str, cases: list[str], fold
         torch.save({"result": result}, f"{folder}/{case}.{size}.{rank}")
 
 
-def run_ranks(size: int, module: str, cases: list[str], folder: Path, timeout: float = 240) -> dict[str, list[Any]]:
-    """Results of every case by rank.
+def run_ranks(
+    size: int, module: str, cases: list[str], folder: Path, timeout: float = 240, survivors: int | None = None
+) -> dict[str, list[Any]]:
+    """Results of every case by rank; of the first ``survivors`` ranks where the others are to die.
 
     Raises:
         AssertionError: If a case fails or the ranks hang; the message holds the trace of the first rank that failed.
@@ -58,7 +60,7 @@ def run_ranks(size: int, module: str, cases: list[str], folder: Path, timeout: f
         process.kill()
     results: dict[str, list[Any]] = {}
     for case in cases:
-        files = [folder / f"{case}.{size}.{rank}" for rank in range(size)]
+        files = [folder / f"{case}.{size}.{rank}" for rank in range(survivors or size)]
         found = [torch.load(file, weights_only=False) if file.exists() else {} for file in files]
         errors = [entry["error"] for entry in found if "error" in entry]
         if errors:

@@ -1,5 +1,9 @@
 """HybridShardedStrategy over gloo: every layout equals one process, whatever the ranks are given."""
 
+import json
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +15,7 @@ from lightning.pytorch import seed_everything
 from tests.distributed.hybrid_cases import FOUR, MODELS, RESUMED, TWO, Case, fit_dlrm, models, shares, uneven
 from tests.distributed.ranks import run_ranks
 
+CASES = "tests.distributed.hybrid_cases"
 TOLERANCE = {"rtol": 0.0, "atol": 1e-5}
 EXTRA = {
     4: ["save", "resume_copies", "uneven", "exchange"],
@@ -32,7 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         # The checkpoint is saved on four ranks.
         for number in {4, size} - set(done):
             cases = [*{2: TWO, 4: FOUR}.get(number, {}), *EXTRA[number]]
-            done[number] = run_ranks(number, "tests.distributed.hybrid_cases", cases, folder)
+            done[number] = run_ranks(number, CASES, cases, folder)
         return done[size][case]
 
     return get
@@ -150,6 +155,23 @@ def test_interrupted_save_keeps_the_old_checkpoint(results: Results) -> None:
     (rank,) = results(1, "interrupted")
     compare_weights([rank], {"weights": rank["before"]})
     assert rank["names"] == [".again.ckpt.partial", "again.ckpt"]
+
+
+def test_a_killed_rank_is_named_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
+    start = time.monotonic()
+    (rank,) = run_ranks(2, CASES, ["killed"], tmp_path, survivors=1)["killed"]
+    assert time.monotonic() - start < 60
+    assert rank["message"] == "nothing can be saved: rank 1 gives no sign of life"
+    (rank,) = run_ranks(1, CASES, ["after_kill"], tmp_path)["after_kill"]
+    assert rank["step"] == 6
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+    subprocess.run(
+        [*command, "-m", "tests.distributed.elastic", str(tmp_path)], check=True, timeout=180, capture_output=True
+    )
+    assert json.loads((tmp_path / "result.json").read_text()) == {"step": 8, "attempt": "1"}
 
 
 def test_foreign_module_in_plain_lightning_cli(results: Results, tmp_path: Path) -> None:
