@@ -25,6 +25,7 @@ from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimi
 from torch.distributed.remote_device import _remote_device as remote_device
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
+from torchrec.distributed.shard import _shard_modules as shard_modules  # the public one refuses absent tables
 
 __all__ = [
     "SubprocessScriptLauncher",
@@ -42,6 +43,7 @@ __all__ = [
     "remote_device",
     "reparametrize",
     "reset_seed",
+    "shard_modules",
     "unflatten_mesh",
 ]
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_gem.strategies.embeddings import is_table_module
 from lightning_gem.strategies.mesh import Meshes
@@ -76,7 +77,7 @@ def large_embeddings(root: nn.Module, min_parameters: int = 1_000_000) -> list[t
     """Names and sizes of plain embeddings that would be better off as TorchRec tables."""
     return [
         (name, module.weight.numel())
-        for name, module in root.named_modules()
+        for name, module in _own_modules(root, set())
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.weight.numel() >= min_parameters
     ]
 
@@ -95,7 +96,8 @@ def check_parameters(root: nn.Module, units: list[str]) -> None:
             raise TypeError(f"{name} is wrapped in {type(module).__name__}: remove the wrapper, the strategy shards it")
         if isinstance(module, FSDPModule):
             raise TypeError(f"{name} is sharded already by fully_shard: remove that call, the strategy shards it")
-        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and not is_table_module(module):
+    for name, module in _own_modules(root, set()):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{name} has sparse gradients, which FSDP2 cannot reduce: set sparse=False")
     owners: dict[int, tuple[str, str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
@@ -172,6 +174,17 @@ def materialize(name: str, unit: nn.Module, done: set[nn.Module], device: torch.
         )
 
 
+def choose_dimension(parameter: nn.Parameter, size: int) -> Shard | None:
+    """The dimension to split over ``size`` ranks: the first one, unless it has fewer rows and another one divides.
+
+    A rank of the expert axis may have a single expert, whose matrices many ranks are to share.
+    """
+    shape = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).shape
+    if not shape or shape[0] >= size:
+        return None
+    return next((Shard(dim) for dim in range(1, len(shape)) if shape[dim] % size == 0), None)
+
+
 def shard_dense(
     root: nn.Module,
     units: list[str],
@@ -200,6 +213,10 @@ def shard_dense(
     Returns:
         The units and the root, in order of their sharding.
     """
+
+    def placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
+        return lambda parameter: choose_dimension(parameter, size)
+
     done: set[nn.Module] = set()
     sharded: list[FSDPModule] = []
     for name in [*units, ""]:
@@ -211,6 +228,7 @@ def shard_dense(
             module,
             mesh=meshes.expert_fsdp if is_expert else meshes.dense_fsdp,
             reshard_after_forward=reshard_after_forward if name else False,
+            shard_placement_fn=placement(meshes.axes.expert_shard if is_expert else meshes.axes.shard),
             mp_policy=policy,
             ignored_params=ignored,
         )

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.shard import shard_modules
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import BoundsCheckMode, ShardedModule, ShardingEnv2D, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
@@ -28,6 +27,7 @@ from lightning_gem.strategies.compat import (
     in_backward_optimizers,
     move_placement,
     placement_rank,
+    shard_modules,
 )
 from lightning_gem.strategies.mesh import Meshes
 
@@ -313,8 +313,10 @@ class ShardedTables:
             for path, collection in collections.items()
             for key, table in zip(before[path], _configs(collection), strict=True)
         }
-        plan = plan_tables(module, collections, config, meshes.axes.table, host_size, device.type)
-        _move_to_group(plan, dist.get_process_group_ranks(self.group), device)
+        # Nothing can be placed on the meta device; a dry run plans for the CPU.
+        place = torch.device("cpu") if device.type == "meta" else device
+        plan = plan_tables(module, collections, config, meshes.axes.table, host_size, place.type)
+        _move_to_group(plan, dist.get_process_group_ranks(self.group), place)
         self.kinds = {
             f"{path}.{name}": sharding.sharding_type
             for path, module_plan in plan.plan.items()
@@ -334,6 +336,8 @@ class ShardedTables:
         self.modules = {path: module.get_submodule(path) for path in collections}
         for name, shard, (row, column) in self.shards():
             source = next(before[path][name[len(path) + 1 :]] for path in before if name.startswith(f"{path}."))
+            if device.type == "meta":
+                continue
             if source.device.type != "meta":
                 shard.copy_(source.detach()[row : row + shard.shape[0], column : column + shard.shape[1]])
             else:

@@ -115,6 +115,7 @@ class OrderedToyData(ToyData):
 def fit_gem(
     folder: Path,
     mode: Literal["partition", "ensemble"] = "partition",
+    num_experts: int = 4,
     strategy: Any = "auto",
     clip: float | None = None,
     steps: int = 20,
@@ -124,7 +125,9 @@ def fit_gem(
     seed_everything(0)
     record = Record()
     data = OrderedToyData(1 if strategy == "auto" else int(os.environ["WORLD_SIZE"]), steps)
-    config = GEMConfig(width=16, experts=ExpertsConfig(num_experts=4, mode=mode, hidden=16), num_context_tokens=8)
+    config = GEMConfig(
+        width=16, experts=ExpertsConfig(num_experts=num_experts, mode=mode, hidden=16), num_context_tokens=8
+    )
     module = GEMModule(
         data.schema,
         network=partial(GEM, config=config),
@@ -195,7 +198,7 @@ TWO: dict[str, Case] = {
 FOUR: dict[str, Case] = {
     "dlrm_all": dlrm({**SGD, "sharding": "row_wise"}, replicate=2, table_replicate=2, wrap_min_parameters=50),
     "gem_all": gem({"sharding": "row_wise"}, replicate=2, expert=2, clip=1.0),
-    "gem_all_ensemble": gem({}, expert=2, mode="ensemble", clip=1.0),
+    "gem_all_ensemble": gem({}, expert=2, mode="ensemble", num_experts=2, clip=1.0),
 }
 
 # Two epochs with AdamW, row-wise AdaGrad, a schedule and clipping; the checkpoint lies between them.

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 from torch import nn
+from torch.distributed.tensor import Shard
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -19,12 +21,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from lightning_gem.models import GEM, GEMConfig
 from lightning_gem.strategies import HybridShardedStrategy, TableConfig, compat
 from lightning_gem.strategies.batches import num_samples
-from lightning_gem.strategies.dense import choose_units, wrap_by_class
+from lightning_gem.strategies.dense import (
+    check_parameters,
+    choose_dimension,
+    choose_units,
+    large_embeddings,
+    wrap_by_class,
+)
 from lightning_gem.strategies.embeddings import find_collections, place_tables
 from lightning_gem.strategies.experts import check_experts, find_experts
 from tests.helpers import make_batch, make_schema
 
 PACKAGE = Path(compat.__file__).parent
+
+
+def _wrapped() -> nn.Module:
+    """A wrapper without the processes that it wants."""
+    module = nn.Linear(1, 1)
+    module.__class__ = type("DDP", (nn.parallel.DistributedDataParallel,), {})
+    return module
 
 
 def test_large_tables_are_split_and_the_rest_is_balanced() -> None:
@@ -64,6 +79,26 @@ def test_default_units_never_hold_a_torchrec_module() -> None:
     units = choose_units(root, None, 50)
     assert units == ["0.sparse.mlp", "0.top", "1"]  # the attention's own linear layer is not called, hence no unit
     assert choose_units(root, wrap_by_class(["torch.nn.modules.linear.Linear"]), 0) == ["0.sparse.mlp", "0.top"]
+
+
+def test_plain_embeddings() -> None:
+    network = GEM(make_schema(num_domains=3), GEMConfig(width=16))
+    assert [name for name, _ in large_embeddings(network, 1)] == ["heads.domain"]  # not the tables
+    check_parameters(network, [])
+    with pytest.raises(ValueError, match="0 has sparse gradients, which FSDP2 cannot reduce"):
+        check_parameters(nn.Sequential(nn.Embedding(9, 9, sparse=True)), [])
+    with pytest.raises(TypeError, match="wrapped in DDP"):
+        check_parameters(nn.Sequential(_wrapped()), [])
+
+
+def test_dimension_to_split() -> None:
+    def choose(*shape: int) -> Any:
+        return choose_dimension(nn.Parameter(torch.empty(shape)), 8)
+
+    assert choose(9, 8) is None  # rows, though they do not divide
+    assert choose(1, 9, 16) == Shard(2)
+    assert choose(1, 9) is None
+    assert choose() is None
 
 
 def test_experts_of_gem_follow_the_protocol() -> None:
