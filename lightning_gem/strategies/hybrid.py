@@ -297,6 +297,12 @@ class HybridShardedStrategy(ParallelStrategy):
                 raise ValueError(
                     f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
                 )
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            # FSDP2 takes training_step for a forward, and reduces gradients only where it has ended before the backward.
+            raise ValueError(
+                "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
+            )
         if self._layer_sync is not None:
             raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
 

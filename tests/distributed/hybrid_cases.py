@@ -346,12 +346,15 @@ def refused(folder: Path) -> dict[str, Any]:
     tied.first, tied.second = torch.nn.Linear(9, 9, bias=False), torch.nn.Linear(9, 9, bias=False)
     tied.second.weight = tied.first.weight
     saved, damaged = str(folder / "checkpoints" / "epoch=0.ckpt"), folder / "damaged.ckpt"
+    manual = LitDLRM()
+    manual.automatic_optimization = False
     attempts: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "accumulate": (LitDLRM(), {}, {"accumulate_grad_batches": 2}),
         "precision": (LitDLRM(), {}, {"precision": "bf16-true"}),
         "anomaly": (LitDLRM(), {}, {"detect_anomaly": True}),
         "swa": (LitDLRM(), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
         "batchnorm": (LitDLRM(), {}, {"sync_batchnorm": True}),
+        "manual": (manual, {}, {}),
         "experts": (LitDLRM(), {"expert": 2}, {}),
         "wrap": (LitDLRM(), {"wrap": ["Missing"]}, {}),
         "size": (LitDLRM(), {"shard": 3}, {}),
@@ -376,25 +379,6 @@ def refused(folder: Path) -> dict[str, Any]:
         except (ValueError, FileNotFoundError) as error:
             messages[name] = str(error)
     return messages
-
-
-class ManualDLRM(LitDLRM):
-    """The same steps by hand."""
-
-    def __init__(self, **arguments: Any) -> None:
-        super().__init__(**arguments)
-        self.automatic_optimization = False
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> torch.Tensor:
-        """As its parent's, with backward and step."""
-        optimizer: Any = self.optimizers()
-        scheduler: Any = self.lr_schedulers()
-        loss = super().training_step(batch, batch_idx)
-        optimizer.zero_grad()
-        self.manual_backward(loss)
-        optimizer.step()
-        scheduler.step()
-        return loss
 
 
 class OnlyTables(LitDLRM):
@@ -422,7 +406,7 @@ class OnlyDense(LitDLRM):
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["label"])
 
 
-MODELS = {"manual": ManualDLRM, "only_tables": OnlyTables, "only_dense": OnlyDense}
+MODELS = {"only_tables": OnlyTables, "only_dense": OnlyDense}
 
 
 def models(folder: Path) -> dict[str, Any]:

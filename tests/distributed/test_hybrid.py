@@ -189,6 +189,7 @@ def test_foreign_module_in_plain_lightning_cli(results: Results, tmp_path: Path)
         ("anomaly", "detect_anomaly=True"),
         ("swa", "StochasticWeightAveraging"),
         ("batchnorm", "sync_batchnorm=True"),
+        ("manual", "automatic_optimization=False"),
         ("experts", "declares no experts"),
         ("wrap", "wrap names no module"),
         ("size", "shard=3 does not divide the world size=2"),
