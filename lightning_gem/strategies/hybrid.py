@@ -299,7 +299,7 @@ class HybridShardedStrategy(ParallelStrategy):
                 )
         assert self.lightning_module is not None
         if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
-            # FSDP2 takes training_step for a forward, and reduces gradients only where it has ended before the backward.
+            # FSDP2 takes training_step for a forward, which has to end before the backward.
             raise ValueError(
                 "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
             )

@@ -368,7 +368,7 @@ def refused(folder: Path) -> dict[str, Any]:
         "unequal": (LitDLRM(), {"tables": TableConfig(sharding="row_wise")}, {"data": ClickData([[3, 2]])}),
     }
     messages = {}
-    if dist.get_rank() == 0:
+    if os.environ["RANK"] == "0":
         shutil.copytree(saved, damaged)
         next(damaged.glob("*.distcp")).unlink()
     for name, (model, options, arguments) in attempts.items():
