@@ -9,12 +9,22 @@ _PUBLIC = {
     "GEM": "models",
     "GEMConfig": "models",
     "GEMModule": "models",
+    "HybridShardedStrategy": "strategies",
     "RecBatch": "data",
     "RecDataModule": "data",
     "Schema": "data",
 }
 
-__all__ = ["GEM", "GEMConfig", "GEMModule", "RecBatch", "RecDataModule", "Schema", "__version__"]
+__all__ = [
+    "GEM",
+    "GEMConfig",
+    "GEMModule",
+    "HybridShardedStrategy",
+    "RecBatch",
+    "RecDataModule",
+    "Schema",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.optim import Optimizer
+from torchrec.distributed.types import ShardedModule
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
@@ -24,9 +25,14 @@ def table_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return {
         f"{prefix}.{name}" if prefix else name: parameter
         for prefix, child in module.named_modules()
-        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection)
+        if isinstance(child, EmbeddingBagCollection | EmbeddingCollection | ShardedModule)
         for name, parameter in child.named_parameters()
     }
+
+
+def are_sharded(module: nn.Module) -> bool:
+    """Whether TorchRec collections inside ``module`` were sharded, so that their updates are fused into backward."""
+    return any(isinstance(child, ShardedModule) for child in module.modules())
 
 
 def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
@@ -46,8 +52,12 @@ def table_optimizers(module: nn.Module, lr: float, eps: float, in_backward: bool
             where the gradient is still to be averaged over ranks after that (DDP).
 
     Returns:
-        Optimizers by the qualified name of the table's parameter.
+        Optimizers by the qualified name of the table's parameter; of sharded collections, whose lookups have theirs
+        fused in, by the name of the collection.
     """
+    fused = {name: child.fused_optimizer for name, child in module.named_modules() if isinstance(child, ShardedModule)}
+    if fused:
+        return fused
     tables = table_parameters(module)
     if not in_backward:
         return {name: RowWiseAdagrad([parameter], lr=lr, eps=eps) for name, parameter in tables.items()}
@@ -65,21 +75,37 @@ class DenseAndTables(Optimizer):
         tables: What :func:`table_optimizers` returned.
         lr: Learning rate of the tables.
         in_backward: Whether the tables update themselves in backward; else they are stepped with the dense parameters.
+        follow: Parameter group of ``dense`` whose learning rate that of the tables stays proportional to, for
+            schedulers that know of ``dense`` only.
     """
 
-    def __init__(self, dense: Optimizer, tables: dict[str, Optimizer], lr: float, in_backward: bool) -> None:
+    def __init__(
+        self,
+        dense: Optimizer,
+        tables: dict[str, Optimizer],
+        lr: float,
+        in_backward: bool,
+        follow: dict[str, Any] | None = None,
+    ) -> None:
         self.dense = dense
         self.in_backward = in_backward
         self.tables = tables
+        self.follow = follow
+        # A scheduler has changed the rate already when it was made.
+        initial = follow.get("initial_lr", follow["lr"]) if follow is not None else 0.0
+        self.ratio = lr / initial if initial else 1.0
         group = {"params": [], "lr": lr, "name": TABLES}
         # The base class is told of no parameters: groups and state are views of the dense optimizer's.
         super().__init__([{"params": [nn.Parameter(torch.empty(0))]}], {})
         self.param_groups = [*dense.param_groups, group]
         self.state = dense.state
         self.defaults = dense.defaults
-        self._push_learning_rate()
+        self.push_learning_rate()
 
-    def _push_learning_rate(self) -> None:
+    def push_learning_rate(self) -> None:
+        """Sets the tables' learning rate in their optimizers."""
+        if self.follow is not None:
+            self.param_groups[-1]["lr"] = self.ratio * self.follow["lr"]
         for optimizer in self.tables.values():
             for group in optimizer.param_groups:
                 group["lr"] = self.param_groups[-1]["lr"]
@@ -87,15 +113,15 @@ class DenseAndTables(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients and hands the tables the learning rate of the coming backward."""
         self.dense.zero_grad(set_to_none)
+        self.push_learning_rate()
         for optimizer in self.tables.values():
-            optimizer.zero_grad(set_to_none)
-        self._push_learning_rate()
+            optimizer.zero_grad(set_to_none)  # fused ones hand the learning rate to their lookup here
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Runs ``closure`` (which may update the tables in its backward), then steps what is left to step."""
         result = self.dense.step(closure)
         if not self.in_backward:
-            self._push_learning_rate()
+            self.push_learning_rate()
             for optimizer in self.tables.values():
                 optimizer.step()
         return result
@@ -122,4 +148,4 @@ class DenseAndTables(Optimizer):
             optimizer.load_state_dict({**optimizer.state_dict(), "state": state_dict["tables"][name]})
         self.param_groups = [*self.dense.param_groups, {**self.param_groups[-1], **state_dict["tables_group"]}]
         self.state = self.dense.state
-        self._push_learning_rate()
+        self.push_learning_rate()

@@ -15,8 +15,9 @@ ALLOWED = {
     "optimizers": set(),
     "precision": {"kernels"},
     "models": {"data", "metrics", "kernels", "optimizers", "precision"},
+    "strategies": {"optimizers"},
     "callbacks": {"data", "metrics", "kernels", "precision"},
-    "cli": {"models", "data", "callbacks"},
+    "cli": {"models", "data", "callbacks", "strategies"},
 }
 
 

@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_own_data_in_twenty_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (recipe,) = blocks("yaml")
+    recipe = blocks("yaml")[0]
     assert len(recipe.splitlines()) <= 22
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

@@ -1,5 +1,7 @@
 """Mixture of Wukong experts: dense experts in parallel, no router."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +13,8 @@ class WukongExperts(nn.Module):
     """``num_experts`` Wukong blocks (arXiv 2403.02545) as batched GEMMs; all parameters have the experts first.
 
     Expert ``m`` on its tokens ``X`` (``n x d``): ``F = MLP(norm(flatten(X (X^T Y))))`` reshaped to tokens, ``C = L X``,
-    ``out = norm([F || C] + R X)``.
+    ``out = norm([F || C] + R X)``. Follows the protocol for expert parallelism of the hybrid sharded strategy: where
+    ``expert_exchange`` is set, the parameters hold some of the experts, and inputs and outputs travel to and from them.
 
     Args:
         num_tokens: Tokens in; divisible by the number of experts in mode ``partition``.
@@ -22,6 +25,9 @@ class WukongExperts(nn.Module):
 
     def __init__(self, num_tokens: int, width: int, config: ExpertsConfig, activation: str) -> None:
         super().__init__()
+        self.num_experts = config.num_experts
+        self.expert_mode = config.mode
+        self.expert_exchange: Any = None
         self.config = config
         self.activation = activation
         experts, rank, hidden = config.num_experts, config.rank, config.hidden
@@ -55,12 +61,19 @@ class WukongExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps ``(B, num_tokens, width)`` to the experts' tokens ``(B, n, width)``."""
-        config = self.config
-        if config.mode == "partition":
-            x = x.unflatten(1, (config.num_experts, self.num_tokens)).transpose(0, 1)
-        else:
-            x = x.unsqueeze(0).expand(config.num_experts, *x.shape)
-        batch, width = x.shape[1], x.shape[3]
+        exchange = self.expert_exchange
+        if self.expert_mode == "partition":
+            x = x.unflatten(1, (self.num_experts, self.num_tokens)).transpose(0, 1)
+            out = self._run(x if exchange is None else exchange.enter(x))
+            out = out if exchange is None else exchange.leave(out)
+            return out.transpose(0, 1).flatten(1, 2)
+        x = x if exchange is None else exchange.enter(x)
+        out = self._run(x.expand(len(self.linear), *x.shape)).sum(dim=0)
+        return out if exchange is None else exchange.leave(out)
+
+    def _run(self, x: Tensor) -> Tensor:
+        """Maps each expert's ``(M, B, num_tokens, width)`` to ``(M, B, n, width)``."""
+        experts, batch, _, width = x.shape
         # (M, B, n, d) times (M, 1, d, k), where the second factor is X^T Y.
         projected = x.transpose(2, 3) @ self.low_rank.unsqueeze(1)
         hidden = rms_norm((x @ projected).flatten(2))
@@ -68,7 +81,6 @@ class WukongExperts(nn.Module):
             hidden = self.batched_product(hidden, weight)
             if i < len(self.mlp) - 1:
                 hidden = activate(hidden, self.activation)
-        machine = hidden.view(config.num_experts, batch, config.num_fm_tokens, width)
+        machine = hidden.view(experts, batch, self.config.num_fm_tokens, width)
         linear = self.linear.unsqueeze(1) @ x
-        out = rms_norm(torch.cat([machine, linear], dim=2), residual=self.residual.unsqueeze(1) @ x)
-        return out.transpose(0, 1).flatten(1, 2) if config.mode == "partition" else out.sum(dim=0)
+        return rms_norm(torch.cat([machine, linear], dim=2), residual=self.residual.unsqueeze(1) @ x)

@@ -88,6 +88,8 @@ class GEMLayer(nn.Module):
         num_tokens: Non-sequence tokens that enter the layer.
     """
 
+    fully_shard_unit = True
+
     def __init__(self, config: GEMConfig, sequences: list[str], layer: int, num_tokens: int) -> None:
         super().__init__()
         self.context = ContextSummary(num_tokens, config.num_context_tokens, config.width)

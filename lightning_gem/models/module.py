@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric, MetricCollection
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_gem.data.batch import RecBatch
 from lightning_gem.data.schema import Schema
@@ -18,7 +19,7 @@ from lightning_gem.metrics import AUC, GAUC, Calibration, LogLoss, NormalizedEnt
 from lightning_gem.models.gem import GEM
 from lightning_gem.models.losses import task_losses
 from lightning_gem.models.schedules import Decay, warmup_then_decay
-from lightning_gem.optimizers import DenseAndTables, dense_parameters, table_optimizers
+from lightning_gem.optimizers import DenseAndTables, are_sharded, dense_parameters, table_optimizers
 
 # A ModuleList of metrics, which type checkers take for a list of plain modules.
 Metrics = Any
@@ -119,7 +120,8 @@ class GEMModule(LightningModule):
             [task_losses(copy, batch.labels, batch.weights, self.tasks, self.entire_space) for copy in copies]
         ).sum(dim=0)
         loss = (losses * losses.new_tensor(self.task_weights)).sum()
-        if not torch.isfinite(loss):
+        checked = getattr(self.trainer.strategy, "checks_loss", False)  # on all ranks, so that all of them stop
+        if not checked and not torch.isfinite(loss):
             # The backward would write it into the tables before any optimizer could refuse.
             by_task = dict(zip([task.name for task in self.tasks], losses.tolist(), strict=True))
             raise FloatingPointError(
@@ -182,6 +184,10 @@ class GEMModule(LightningModule):
         # A task without both labels in the split has no normalized entropy; the others are still worth monitoring.
         self.log(f"{split}/ne", torch.stack(entropies).nanmean().float(), prog_bar=True)
 
+    def table_optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+        """Optimizer to be fused into the tables' backward, for strategies that shard them."""
+        return RowWiseAdagrad, {"lr": self.table_lr, "eps": self.table_eps}
+
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         """One optimizer over dense parameters and tables, with a schedule for each."""
         assert self.network is not None
@@ -191,7 +197,9 @@ class GEMModule(LightningModule):
                 "bf16-mixed"
             )
         # Only where a backward pass has the whole gradient of a step.
-        in_backward = self.trainer.world_size == 1 and self.trainer.accumulate_grad_batches == 1
+        in_backward = self.trainer.accumulate_grad_batches == 1 and (
+            self.trainer.world_size == 1 or are_sharded(self.network)
+        )
         tables = table_optimizers(self.network, self.table_lr, self.table_eps, in_backward)
         dense = self.make_optimizer(dense_parameters(self.network))
         optimizer = DenseAndTables(dense, tables, self.table_lr, in_backward)

@@ -81,6 +81,9 @@ class HierarchicalSeedPooling(nn.Module):
         rank: Terms of the Kronecker sum.
     """
 
+    # Other layers may call it too, so it is sharded by itself.
+    fully_shard_unit = True
+
     def __init__(self, width: int, num_heads: int, num_seeds: int, num_tokens: int, out_width: int, rank: int) -> None:
         super().__init__()
         self.attention = SeedPooling(width, num_heads, num_seeds)
@@ -100,6 +103,9 @@ class PlainSeedPooling(nn.Module):
         num_tokens: Seeds, and tokens out.
         out_width: Width out.
     """
+
+    # Other layers may call it too, so it is sharded by itself.
+    fully_shard_unit = True
 
     def __init__(self, width: int, num_heads: int, num_tokens: int, out_width: int) -> None:
         super().__init__()

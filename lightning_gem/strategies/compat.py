@@ -1,0 +1,84 @@
+"""Private names of torch, torchrec and lightning: the only file that imports them.
+
+Each is covered by a test, so that a new version that moves one fails with its name.
+"""
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device as default_process_group_backend,
+)
+from lightning.fabric.utilities.distributed import _init_dist_connection as init_process_group
+from lightning.fabric.utilities.distributed import _sync_ddp_if_available as reduce_over_ranks
+from lightning.fabric.utilities.optimizer import _optimizers_to_device as optimizers_to_device
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies.launchers.subprocess_script import (
+    _SubprocessScriptLauncher as SubprocessScriptLauncher,
+)
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torch.distributed.remote_device import _remote_device as remote_device
+from torch.nn.utils.stateless import _reparametrize_module
+from torch.optim import Optimizer
+from torchrec.distributed.shard import _shard_modules as shard_modules  # the public one refuses absent tables
+
+__all__ = [
+    "SubprocessScriptLauncher",
+    "apply_optimizer_in_backward",
+    "default_process_group_backend",
+    "default_store",
+    "detects_anomaly",
+    "distributed_is_initialized",
+    "in_backward_optimizers",
+    "init_process_group",
+    "move_placement",
+    "placement_rank",
+    "optimizers_to_device",
+    "reduce_over_ranks",
+    "remote_device",
+    "reparametrize",
+    "reset_seed",
+    "shard_modules",
+    "unflatten_mesh",
+]
+
+
+def default_store() -> Any:
+    """The store of the default process group."""
+    return _get_default_store()
+
+
+def in_backward_optimizers(parameter: nn.Parameter) -> list[Optimizer]:
+    """Optimizers that run in the backward of a parameter."""
+    return getattr(parameter, "_in_backward_optimizers", [])
+
+
+def detects_anomaly(trainer: Any) -> bool:
+    """Whether the trainer runs under autograd's anomaly detection."""
+    return trainer._detect_anomaly
+
+
+def unflatten_mesh(mesh: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """View of a one-dimensional mesh with several dimensions."""
+    return mesh._unflatten(0, shape, names)
+
+
+def move_placement(placement: Any, rank: int, device: torch.device) -> Any:
+    """Placement of a shard on another rank; on the CPU a device without index, which ShardedTensor insists on."""
+    index = "" if device.type == "cpu" else f":{placement.device().index}"
+    return remote_device(f"rank:{rank}/{device.type}{index}")
+
+
+def placement_rank(placement: Any) -> int:
+    """Rank of a shard's placement."""
+    return placement.rank()
+
+
+def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
+    """Lets a module compute with other tensors in the place of its parameters, without calling its hooks."""
+    return _reparametrize_module(module, tensors)

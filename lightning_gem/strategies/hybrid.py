@@ -1,0 +1,603 @@
+"""HybridShardedStrategy: FSDP2, expert parallelism and TorchRec tables in one Lightning strategy."""
+
+import logging
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_gem.optimizers import DenseAndTables
+from lightning_gem.strategies import checkpoint as checkpoints
+from lightning_gem.strategies.batches import Filler, even_loader, gather_numbers, nothing_counted, num_samples
+from lightning_gem.strategies.compat import (
+    SubprocessScriptLauncher,
+    default_process_group_backend,
+    detects_anomaly,
+    distributed_is_initialized,
+    init_process_group,
+    optimizers_to_device,
+    reduce_over_ranks,
+    reset_seed,
+)
+from lightning_gem.strategies.dense import (
+    WrapRule,
+    check_parameters,
+    choose_units,
+    large_embeddings,
+    materialize,
+    shard_dense,
+    wrap_by_class,
+)
+from lightning_gem.strategies.embeddings import (
+    ShardedTables,
+    TableConfig,
+    attach_optimizers,
+    attached_learning_rate,
+    default_optimizer,
+    find_collections,
+)
+from lightning_gem.strategies.experts import check_experts, find_experts, shard_experts
+from lightning_gem.strategies.failures import silent_ranks
+from lightning_gem.strategies.gradients import clip_by_norm
+from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
+
+log = logging.getLogger(__name__)
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class HybridShardedStrategy(ParallelStrategy):
+    """Trains a model with TorchRec collections, dense layers and experts on any number of ranks.
+
+    Every size is a number of ranks or ``"auto"``; ``replicate * shard`` and ``table_replicate * table`` are the world
+    size. The module needs no change: TorchRec collections are found by type, experts by their protocol
+    (:mod:`lightning_gem.strategies.experts`), everything else is sharded by FSDP2.
+
+    Args:
+        replicate: Copies of the dense parameters; across zones.
+        shard: Ranks that share one copy of the dense parameters; inside a zone.
+        expert: Ranks that share the experts of a layer, each holding whole ones; inside a host.
+        table: Ranks that share one copy of the tables; inside a zone.
+        table_replicate: Copies of the tables; inside a host where there is one zone, else across zones.
+        host_size: Ranks with the fastest links; the ranks of this node when ``"auto"``.
+        zone_size: Ranks inside which activations and parameters travel; the world when ``"auto"``.
+        tables: Placement and optimizer of the tables.
+        wrap: Units of FSDP2: names of module classes; ``"auto"`` takes modules that declare ``fully_shard_unit`` and
+            those with ``wrap_min_parameters`` parameters. In Python also a function of name and module.
+        wrap_min_parameters: Size of a unit under ``wrap: auto``.
+        reshard_after_forward: Free the gathered parameters of a unit between forward and backward.
+        param_dtype: Type in which dense parameters are gathered and used.
+        reduce_dtype: Type in which dense gradients are reduced.
+        meta_init: Run ``configure_model`` on the meta device, so that nothing is held whole; modules need
+            ``reset_parameters``.
+        loss_weighting: ``samples``: the loss of a rank counts by the size of its batch, so that ranks with unequal
+            batches give the mean over samples. ``ranks``: every rank counts the same.
+        nonfinite_loss: What to do when the loss of any rank is not finite; checked on all ranks before the backward,
+            which would write it into the tables. ``skip`` drops the step on all ranks.
+        process_group_backend: ``nccl`` or ``gloo``; by device when not given.
+        timeout_seconds: Time after which a collective fails.
+    """
+
+    strategy_name = "hybrid_sharded"
+    # Lightning asks this of strategies that it does not know: whether to reduce logged values and split data.
+    is_distributed = True
+    # Read by modules that would check the loss themselves, on one rank only.
+    checks_loss = True
+
+    def __init__(
+        self,
+        replicate: int | Literal["auto"] = "auto",
+        shard: int | Literal["auto"] = "auto",
+        expert: int | Literal["auto"] = "auto",
+        table: int | Literal["auto"] = "auto",
+        table_replicate: int | Literal["auto"] = "auto",
+        host_size: int | Literal["auto"] = "auto",
+        zone_size: int | Literal["auto"] = "auto",
+        tables: TableConfig | None = None,
+        wrap: list[str] | Literal["auto"] = "auto",
+        wrap_min_parameters: int = 1_000_000,
+        reshard_after_forward: bool = True,
+        param_dtype: Literal["float32", "bfloat16"] = "float32",
+        reduce_dtype: Literal["float32", "bfloat16"] = "float32",
+        meta_init: bool = False,
+        loss_weighting: Literal["samples", "ranks"] = "samples",
+        nonfinite_loss: Literal["raise", "skip"] = "raise",
+        process_group_backend: str | None = None,
+        timeout_seconds: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        self.sizes: dict[str, Size] = {
+            "replicate": replicate,
+            "shard": shard,
+            "expert": expert,
+            "table": table,
+            "table_replicate": table_replicate,
+            "zone_size": zone_size,
+        }
+        self.host_size: Size = host_size
+        self.table_config = tables or TableConfig()
+        self.wrap: list[str] | Literal["auto"] | WrapRule = wrap
+        self.wrap_min_parameters = wrap_min_parameters
+        self.reshard_after_forward = reshard_after_forward
+        self.param_dtype = _DTYPES[param_dtype]
+        self.reduce_dtype = _DTYPES[reduce_dtype]
+        self.meta_init = meta_init
+        self.loss_weighting = loss_weighting
+        self.nonfinite_loss = nonfinite_loss
+        self.process_group_backend = process_group_backend
+        self.timeout = timedelta(seconds=timeout_seconds)
+        if self.table_config.sync_interval < 1:
+            raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
+        self.num_nodes = 1
+        self.meshes: Meshes | None = None
+        self.tables: ShardedTables | None = None
+        self.experts: dict[str, Any] = {}
+        self.gradient_norm: Tensor | None = None
+        self._sharded: nn.Module | None = None
+        self._loss_weight = 1.0
+        self._is_filler = False
+        self._steps = 0
+        self._silent: list[int] | None = None
+        self._trainer: Trainer | None = None
+        self._attached_lr: float | None = None
+
+    # Processes.
+
+    @property
+    def root_device(self) -> torch.device:
+        """Device of this rank."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks of this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Every rank has batches of its own: all axes but none are data-parallel."""
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = SubprocessScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        """Starts the process group and makes the meshes."""
+        super().setup_environment()
+        reset_seed()
+        self._set_world_ranks()
+        host = self.num_processes if self.host_size == "auto" else self.host_size
+        axes = resolve_axes(self.world_size, host, **self.sizes)
+        self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
+        assert self.cluster_environment is not None
+        on_device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
+        if dist.is_torchelastic_launched() and not distributed_is_initialized():
+            # The agent's store outlives a crash: a restarted group would read the addresses of dead ranks in it.
+            store, _, _ = next(dist.rendezvous("env://", timeout=self.timeout))
+            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            on_device["store"] = dist.PrefixStore(f"hybrid_sharded/{attempt}", store)
+        init_process_group(self.cluster_environment, self.process_group_backend, timeout=self.timeout, **on_device)
+        if self.meshes is None or self.meshes.axes != axes:
+            self.meshes = build_meshes(axes, self.root_device.type)
+        rank_zero_info(
+            f"hybrid_sharded: dense {axes.replicate} x {axes.shard} (replicate x shard), experts over {axes.expert}, "
+            f"tables {axes.table_replicate} x {axes.table} (table_replicate x table)"
+        )
+
+    def _set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+
+    def barrier(self, name: str | None = None) -> None:
+        """Waits for all ranks."""
+        if distributed_is_initialized():
+            dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Returns the object of rank ``src`` on every rank."""
+        if not distributed_is_initialized():
+            return obj
+        # Callbacks that save after a failure come here first; without all ranks they would wait for ever.
+        interrupted = self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
+        if interrupted and self._silent_ranks():
+            raise RuntimeError(f"nothing can be saved: {_gone(self._silent_ranks())}")
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduces a tensor over the ranks."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        if reduce_op in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor.float()  # Lightning would round the mean of sample counts down
+        return reduce_over_ranks(tensor, group, reduce_op=reduce_op)
+
+    # Model.
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Device and precision for ``configure_model``."""
+        on_meta = torch.device("meta") if self.meta_init or empty_init else nullcontext()
+        with on_meta, self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """Moves what is neither sharded nor a parameter of a unit: metrics and the like."""
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the model, then makes the optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._trainer = trainer
+        self._check_trainer(trainer)
+        # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
+        for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+            loop.inference_mode = False
+        if self._sharded is not self.lightning_module:
+            self._shard(self.lightning_module)
+            self._sharded = self.lightning_module
+        self.model_to_device()
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        # Any plugin clips through these; its own functions fail on parameters of several meshes.
+        self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
+        if fitting:
+            optimizers_to_device(self.optimizers, self.root_device)
+
+    def _check_trainer(self, trainer: Trainer) -> None:
+        """Refuses what would be wrong or ignored.
+
+        Raises:
+            ValueError: Naming the field and the fix.
+        """
+        plugin = self.precision_plugin
+        if type(plugin) is MixedPrecision and plugin.precision != "bf16-mixed":
+            raise ValueError(
+                f"precision={plugin.precision} scales the loss, and the tables are updated before it is unscaled: use "
+                "bf16-mixed or 32-true"
+            )
+        if type(plugin) not in (Precision, MixedPrecision):
+            raise ValueError(
+                f"precision plugin {type(plugin).__name__} ({plugin.precision}) is not supported: use 32-true, "
+                "bf16-mixed, or 32-true with param_dtype: bfloat16"
+            )
+        if detects_anomaly(trainer):
+            raise ValueError("detect_anomaly=True does not work with sharded parameters: set it to false")
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if any(
+                kind.__name__ in ("WeightAveraging", "StochasticWeightAveraging") for kind in type(callback).__mro__
+            ):
+                raise ValueError(
+                    f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
+                )
+        assert self.lightning_module is not None
+        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
+            # FSDP2 takes training_step for a forward, which has to end before the backward.
+            raise ValueError(
+                "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
+            )
+        if self._layer_sync is not None:
+            raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
+
+    def _shard(self, module: Any) -> None:
+        assert self.meshes is not None
+        meshes, device = self.meshes, self.root_device
+        seed = self.broadcast(torch.initial_seed())
+        host = self.num_processes if self.host_size == "auto" else self.host_size
+        collections = find_collections(module)
+        self.experts = find_experts(module)
+        for name, child in self.experts.items():
+            check_experts(name, child, meshes.axes.expert)
+        rule: WrapRule | None = None
+        if callable(self.wrap):
+            rule = self.wrap
+        elif self.wrap != "auto":
+            rule = wrap_by_class(self.wrap)
+        units = choose_units(module, rule, self.wrap_min_parameters)
+        if meshes.axes.expert > 1:
+            units = _with_experts(units, list(self.experts))
+            if not self.experts:
+                raise ValueError(
+                    f"expert={meshes.axes.expert}, but the module declares no experts: set expert to 1, or see the "
+                    "protocol in lightning_gem.strategies.experts"
+                )
+        check_parameters(module, units)
+        for name, size in large_embeddings(module):
+            rank_zero_info(
+                f"hybrid_sharded: {name} is a plain nn.Embedding with {size:,} parameters, gathered whole in every "
+                "step: as a TorchRec EmbeddingCollection it would be sharded as a table"
+            )
+        if collections:
+            self._attached_lr = attached_learning_rate(collections)
+            optimizer, arguments = default_optimizer(self.table_config)
+            if hasattr(module, "table_optimizer"):
+                optimizer, arguments = module.table_optimizer()
+            attach_optimizers(collections, optimizer, arguments)
+            self.tables = ShardedTables(module, collections, self.table_config, meshes, int(host), device, seed)
+            rank_zero_info(f"hybrid_sharded: {len(self.tables.kinds)} tables, updated inside backward")
+        ignored = self.tables.parameters() if self.tables is not None else set()
+
+        def prepare(name: str, unit: nn.Module, done: set[nn.Module]) -> None:
+            materialize(name, unit, done, device, seed)
+            if name in self.experts and meshes.axes.expert > 1:
+                shard_experts(unit, meshes)
+
+        policy = MixedPrecisionPolicy(
+            param_dtype=None if self.param_dtype == torch.float32 else self.param_dtype,
+            reduce_dtype=self.reduce_dtype if self.reduce_dtype != self.param_dtype else None,
+        )
+        shard_dense(module, units, meshes, self.experts, ignored, prepare, policy, self.reshard_after_forward)
+        for step in _STEPS:
+            # Lightning calls these without going through the module's forward.
+            if is_overridden(step, module):
+                register_fsdp_forward_method(module, step)
+
+    # Optimizers.
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Makes the module's optimizers and gives the tables' learning rate to the first of them.
+
+        Raises:
+            ValueError: If gradients are accumulated over several batches although tables update in every backward.
+        """
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        if self.tables is None:
+            return
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but tables are updated in every backward: "
+                "set it to 1 and raise the batch size"
+            )
+        optimizers = list(self.optimizers)
+        tables = self.tables.parameters()
+        owner: tuple[int, dict[str, Any]] | None = None
+        for i, optimizer in enumerate(optimizers):
+            for group in optimizer.param_groups:
+                kept = [parameter for parameter in group["params"] if parameter not in tables]
+                if len(kept) < len(group["params"]):
+                    owner = owner or (i, group)
+                group["params"] = kept
+        if any(isinstance(optimizer, DenseAndTables) for optimizer in optimizers):
+            return
+        explicit = self.table_config.lr if self.table_config.lr is not None else self._attached_lr
+        if owner is None and explicit is None:
+            raise ValueError(
+                "no optimizer of the module holds the tables, so their learning rate is unknown: set tables.lr of the "
+                "strategy, or give the module's optimizer all its parameters"
+            )
+        position, group = owner or (0, optimizers[0].param_groups[0])
+        # What a module attached itself was not moved by its schedulers, and still is not.
+        follow = None if self._attached_lr is not None else group
+        optimizers[position] = DenseAndTables(
+            optimizers[position],
+            self.tables.optimizers,
+            lr=explicit if explicit is not None else group["lr"],
+            in_backward=True,
+            follow=follow,
+        )
+        self.optimizers = optimizers
+
+    # Steps.
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Makes loaders end together on all ranks."""
+        return even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, and remembers whether it only stands in for one.
+
+        Raises:
+            ValueError: If several training loaders of which one ran out are combined.
+        """
+        self._is_filler = isinstance(batch, Filler)
+        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
+        if any(isinstance(part, Filler) for part in parts):
+            raise ValueError(
+                "several training loaders are combined and one of them has fewer batches on some ranks: give every "
+                "rank the same number"
+            )
+        return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
+
+    def _exchange_sizes(self, batch: Any) -> None:
+        """Tells all ranks the batch sizes of the step, and weighs the loss of this one.
+
+        Raises:
+            ValueError: If they differ where tables split by rows need equal ones.
+        """
+        if self.world_size == 1:
+            return
+        own = num_samples(batch)
+        everyone = gather_numbers([-1 if own is None else own, 0 if self._is_filler else 1], self.root_device)
+        sizes = [size for size, _ in everyone]
+        unequal = len(set(sizes)) > 1
+        if unequal and self.tables is not None and self.tables.needs_equal_batches:
+            raise ValueError(
+                f"the batches of the ranks have {sizes} samples: tables of an EmbeddingBagCollection that are split by "
+                "rows need equal batches. Use drop_last, or tables.sharding: table_wise"
+            )
+        by_samples = self.loss_weighting == "samples" and -1 not in sizes
+        weights = [(size if by_samples else 1) * counts for size, counts in everyone]
+        self._loss_weight = weights[self.global_rank] * self.world_size / max(sum(weights), 1)
+        for module in self.experts.values():
+            exchange = module.expert_exchange
+            if exchange is not None:
+                ranks = dist.get_process_group_ranks(exchange.group)
+                exchange.samples = [sizes[rank] for rank in ranks] if unequal and -1 not in sizes else None
+
+    @contextmanager
+    def _step(self, batch: Any) -> Generator[None, None, None]:
+        """Around a step of the module."""
+        self._exchange_sizes(batch)
+        with nothing_counted(self.lightning_module) if self._is_filler else nullcontext():
+            yield
+
+    def _push_table_learning_rate(self) -> None:
+        """Hands the lookups the learning rate of the coming backward: they take it along in forward."""
+        if self.tables is None:
+            return
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, DenseAndTables):
+                optimizer.push_learning_rate()
+        for fused in self.tables.optimizers.values():
+            fused.zero_grad()
+
+    def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module's step after the ranks have told each other their batch sizes."""
+        self._push_table_learning_rate()
+        with self._step(batch):
+            return super().training_step(batch, *args, **kwargs)
+
+    def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`training_step`."""
+        with self._step(batch):
+            return super().validation_step(batch, *args, **kwargs)
+
+    def test_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`training_step`."""
+        with self._step(batch):
+            return super().test_step(batch, *args, **kwargs)
+
+    def predict_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`training_step`; nothing is predicted for a batch that only stands in."""
+        with self._step(batch):
+            predictions = super().predict_step(batch, *args, **kwargs)
+        return None if self._is_filler else predictions
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Weighs the loss and checks it on all ranks, then runs the backward.
+
+        Raises:
+            FloatingPointError: On all ranks, if the loss of any is not finite and ``nonfinite_loss`` is ``raise``.
+        """
+        finite = bool(torch.isfinite(closure_loss.detach()).all())
+        ranks = [rank for rank, (ok,) in enumerate(gather_numbers([int(finite)], self.root_device)) if not ok]
+        if ranks:
+            if self.nonfinite_loss == "raise":
+                raise FloatingPointError(
+                    f"the loss is not finite on rank {', '.join(map(str, ranks))}: no weight was changed in this step; "
+                    "look for extreme inputs, lower the learning rates, or set nonfinite_loss: skip"
+                )
+            rank_zero_info(f"hybrid_sharded: step skipped, the loss is not finite on rank {ranks}")
+            return closure_loss
+        return super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
+
+    def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
+        """Steps, and averages the copies of the tables when it is time."""
+        result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._steps += 1
+        if self.tables is not None and self._steps % self.table_config.sync_interval == 0:
+            self.tables.synchronize()
+        return result
+
+    def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self.gradient_norm = clip_by_norm(parameters, float(clip_val))
+
+    def on_validation_start(self) -> None:
+        """Validates the mean of the copies of the tables."""
+        if self.tables is not None and self.table_config.sync_interval > 1:
+            self.tables.synchronize()
+
+    # Checkpoints.
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are loaded into their shards."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """The optimizers are restored in :meth:`load_checkpoint`."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Sharded weights; every rank has to ask."""
+        assert self.lightning_module is not None
+        if self.tables is not None and self.table_config.sync_interval > 1:
+            self.tables.synchronize()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Sharded state by parameter name, and the parameter groups without their parameters."""
+        assert self.lightning_module is not None
+        return checkpoints.optimizer_state(self.lightning_module, optimizer, self.tables)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do after :meth:`load_checkpoint`."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do after :meth:`load_checkpoint`."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
+    ) -> None:
+        """Writes one DCP directory, which appears under its name when it is complete; collective."""
+        if storage_options is not None:
+            raise ValueError("storage_options is not supported by hybrid_sharded: checkpoints are local directories")
+        checkpoints.save(checkpoint, Path(self.broadcast(str(filepath))))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads what :meth:`save_checkpoint` wrote on any number of ranks; collective."""
+        assert self.lightning_module is not None
+        path = Path(self.broadcast(str(checkpoint_path)))
+        return checkpoints.load(path, self.lightning_module, self.optimizers, self.tables)
+
+    def _silent_ranks(self) -> list[int]:
+        """Ranks that are gone, asked for once after a failure."""
+        if self._silent is None:
+            alive = distributed_is_initialized() and self.world_size > 1
+            self._silent = silent_ranks(self.global_rank, self.world_size) if alive else []
+        return self._silent
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Says which ranks are gone: a broken connection names none."""
+        if isinstance(exception, RuntimeError) and self._silent_ranks():
+            log.error("hybrid_sharded: %s", _gone(self._silent_ranks()))
+
+    def teardown(self) -> None:
+        """Leaves parameters where they are: sharded ones cannot move."""
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _gone(ranks: list[int]) -> str:
+    return f"rank {', '.join(map(str, ranks))} gives no sign of life"
+
+
+def _with_experts(units: list[str], experts: list[str]) -> list[str]:
+    """Adds expert modules as units of their own, before the units around them; nothing inside of them is one."""
+    units = [unit for unit in units if not any(unit == name or unit.startswith(f"{name}.") for name in experts)]
+    return sorted([*units, *experts], key=lambda name: -name.count("."))
