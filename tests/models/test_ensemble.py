@@ -23,7 +23,7 @@ class Linear(nn.Module):
 
 def gradients(module: GEMModule, batch: RecBatch) -> list[Tensor]:
     module.log = lambda *_, **__: None  # type: ignore[method-assign]
-    module.trainer = type("Trainer", (), {"log_every_n_steps": 10, "global_step": 0})()  # type: ignore[assignment]
+    module.trainer = type("Trainer", (), {"log_every_n_steps": 10, "global_step": 0, "strategy": None})()  # type: ignore[assignment]
     module.training_step(batch, 0).backward()
     return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
 
