@@ -115,7 +115,7 @@ def activate_with_derivative(x, CODE: tl.constexpr, FAST: tl.constexpr):
         slope = gate + y * (1 - gate)
     elif CODE == _HARDSWISH:
         y = x * tl.minimum(tl.maximum(x + 3, 0.0), 6.0) * (1.0 / 6.0)
-        slope = tl.where(x < -3, 0.0, tl.where(x <= 3, x * (1.0 / 3.0) + 0.5, 1.0))
+        slope = tl.where(x <= -3, 0.0, tl.where(x < 3, x * (1.0 / 3.0) + 0.5, 1.0))
     elif CODE == _SIGMOID:
         y = _sigmoid(x, FAST)
         slope = y * (1 - y)

@@ -11,6 +11,7 @@ from around_cases import all_cases
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gem import kernels
+from lightning_gem.kernels.gate.reference import GATE_DERIVATIVES, GATES
 
 CASES = all_cases()
 CU = kernels.lengths_to_cu_seqlens(torch.tensor([3, 0, 4]))
@@ -20,6 +21,15 @@ OPS = torch.ops.lightning_gem
 @pytest.mark.parametrize("name", CASES)
 def test_references(name):
     CASES[name].check("cpu", torch.float64, 1e-10, 1e-9)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_derivatives_are_those_of_autograd(name):
+    """What ops give on a CPU where autograd does not record, kinks included."""
+    x = torch.tensor([-5.0, -3.0, -2.5, -2.0, -0.5, 0.0, 0.5, 2.0, 2.5, 3.0, 5.0], dtype=torch.float64)
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(GATES[name](leaf).sum(), leaf)
+    torch.testing.assert_close(GATE_DERIVATIVES[name](x), expected)
 
 
 def test_triton_code_in_the_interpreter():

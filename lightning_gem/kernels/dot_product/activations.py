@@ -72,10 +72,11 @@ def _silu_derivative(x: Tensor) -> Tensor:
 
 
 def _hardswish_derivative(x: Tensor) -> Tensor:
-    return torch.where(x < -3, 0.0, torch.where(x <= 3, x / 3 + 0.5, 1.0))
+    return torch.where(x <= -3, 0.0, torch.where(x < 3, x / 3 + 0.5, 1.0))
 
 
-_DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
+# For references that must not rely on autograd: what it would give.
+DERIVATIVES: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": torch.ones_like,
     "relu": lambda x: (x > 0).to(x.dtype),
     "relu_squared": lambda x: 2 * F.relu(x),
@@ -105,7 +106,7 @@ def activate(scores: Tensor, activation: str | Sequence[str]) -> Tensor:
 
 def activation_derivative(scores: Tensor, activation: str | Sequence[str]) -> Tensor:
     """The derivative of :func:`activate` at scores (..., H, q, k)."""
-    return _per_head(_DERIVATIVES, scores, activation)
+    return _per_head(DERIVATIVES, scores, activation)
 
 
 def _per_head(functions: dict[str, Callable[[Tensor], Tensor]], scores: Tensor, names: str | Sequence[str]) -> Tensor:

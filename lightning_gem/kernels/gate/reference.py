@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from lightning_gem.kernels.derivatives import derivative
-from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
+from lightning_gem.kernels.dot_product.activations import ACTIVATIONS, DERIVATIVES
 
 GATES = {**ACTIVATIONS, "sigmoid": torch.sigmoid}
+GATE_DERIVATIVES = {**DERIVATIVES, "sigmoid": lambda x: torch.sigmoid(x) * (1 - torch.sigmoid(x))}
 
 
 def gate(value: Tensor, scores: Tensor, activation: str) -> Tensor:
@@ -18,5 +18,5 @@ def gate_backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: s
     """Gradients of value and scores, contiguous."""
     precise = torch.promote_types(grad_out.dtype, torch.float32)
     grad, v, s = (t.to(precise) for t in (grad_out, value, scores))
-    grad_value, grad_scores = grad * GATES[activation](s), grad * v * derivative(s, activation)
+    grad_value, grad_scores = grad * GATES[activation](s), grad * v * GATE_DERIVATIVES[activation](s)
     return grad_value.to(value.dtype).contiguous(), grad_scores.to(scores.dtype).contiguous()

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_gem.kernels.derivatives import derivative
-from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
+from lightning_gem.kernels.dot_product.activations import ACTIVATIONS, DERIVATIVES
 
 
 def norm(
@@ -57,7 +56,7 @@ def norm_backward(
     z = z if bias is None else z + bias.to(precise)
     grad = grad_out.to(precise)
     if activation != "identity":
-        grad = grad * derivative(z, activation)
+        grad = grad * DERIVATIVES[activation](z)
     over = tuple(range(grad.ndim - 1))
     grad_bias = x.new_empty(0) if bias is None else grad.sum(over).to(bias.dtype)
     grad_weight = x.new_empty(0)
