@@ -46,11 +46,6 @@ def on_device(x: Tensor) -> Iterator[None]:
         yield
 
 
-def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least ``n``."""
-    return 1 << max(n - 1, 0).bit_length()
-
-
 def as_rows(x: Tensor) -> Tensor:
     """Views (..., D) as rows with a last stride of 1: (N, D), or (N, H, D) where two strides are needed; else copies.
 

@@ -1,6 +1,5 @@
 """Which code computes an attention op: the reference, the portable Triton kernels, or those for one kind of work."""
 
-import contextlib
 from typing import Any
 
 import torch
@@ -8,7 +7,7 @@ from torch import Tensor
 
 from lightning_gem.kernels.attention import reference
 from lightning_gem.kernels.attention.spec import AttentionSpec
-from lightning_gem.kernels.launch import interpreted
+from lightning_gem.kernels.launch import interpreted, on_device
 from lightning_gem.kernels.schedule import Schedules
 
 MAX_HEAD_DIM = 256
@@ -135,7 +134,7 @@ def forward(
             spec, query, key, value, cu_seqlens_q, cu_seqlens_k, attn_bias, num_targets, spec.activation is None
         )
         return out, None if lse is None else lse.contiguous()
-    with _on_device_of(query):
+    with on_device(query):
         return _kernels(chosen).forward(
             spec,
             query,
@@ -203,7 +202,7 @@ def backward(
     if grad_out is None:
         assert out is not None
         grad_out = torch.zeros_like(out)
-    with _on_device_of(query):
+    with on_device(query):
         gradients = _kernels(chosen).backward(
             spec,
             grad_out,
@@ -239,8 +238,3 @@ def _kernels(chosen: str) -> Any:
     from lightning_gem.kernels.attention import triton_kernels
 
     return triton_kernels
-
-
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()

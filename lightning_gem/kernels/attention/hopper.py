@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_gem.kernels.attention.spec import AttentionSpec
+from lightning_gem.kernels.launch import multiprocessors
 from lightning_gem.kernels.schedule import Schedules
 
 _ACTIVATIONS = ("identity", "relu", "relu_squared", "leaky_relu", "gelu", "gelu_tanh", "silu", "hardswish")
@@ -74,11 +75,6 @@ def _available(device: int | None) -> bool:
     )
 
 
-@lru_cache
-def _processors(device: int | None) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def configuration(
     spec: AttentionSpec, query: Tensor, key: Tensor, value: Tensor, max_seqlen_q: int | None, max_seqlen_k: int | None
 ) -> dict[str, Any]:
@@ -110,13 +106,13 @@ def _short_key_parts(spec: AttentionSpec, query: Tensor, max_seqlen_k: int | Non
     if spec.window_left >= 0 or spec.right >= 0 or max_seqlen_k is None or max_seqlen_k > 256:
         return 0
     runs = (len(query) // (_SHORT_RUN * _BLOCK) + sequences) * query.shape[1]
-    return -(-max_seqlen_k // 128) if max_seqlen_k > 0 and runs >= _processors(query.device.index) else 0
+    return -(-max_seqlen_k // 128) if max_seqlen_k > 0 and runs >= multiprocessors(query) else 0
 
 
 def _all_in_one_pass(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen_k: int | None, sequences: int) -> bool:
     """Whether one program can hold all keys of a sequence, and there are sequences enough to go around."""
     whole = max_seqlen_k is not None and max_seqlen_k <= 128 and spec.window_left < 0 and spec.right < 0
-    busy = sequences * key.shape[1] >= _processors(query.device.index)
+    busy = sequences * key.shape[1] >= multiprocessors(query)
     return whole and busy and query.shape[2] == 128
 
 
@@ -124,7 +120,7 @@ def _few_queries(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen_q: 
     """Whether one tile holds all queries of a sequence, and there are sequences enough to go around."""
     longest = len(query) if spec.broadcast_query else max_seqlen_q
     whole = longest is not None and longest <= 64 and spec.window_left < 0 and spec.right < 0
-    busy = sequences * key.shape[1] >= _processors(query.device.index)
+    busy = sequences * key.shape[1] >= multiprocessors(query)
     return whole and busy and key.shape[1] == query.shape[1]
 
 
@@ -148,15 +144,15 @@ def forward(
     """``dispatch.forward`` for tensors on the current device."""
     from lightning_gem.kernels.attention.gluon_forward import attention_forward
     from lightning_gem.kernels.attention.gluon_short_key import attention_forward_short_key
-    from lightning_gem.kernels.attention.triton_row_stats import zero_slack
+    from lightning_gem.kernels.triton_slack import zero_slack_
 
     heads, dim, sequences = query.shape[1], query.shape[2], len(cu_seqlens_k) - 1
     rows = len(query) * sequences if spec.broadcast_query else len(query)
     out = query.new_empty(rows, heads, dim)
     # The kernels take a pointer in any case; only softmax writes to it.
-    lse = torch.empty(heads, rows, dtype=torch.float32, device=query.device) if spec.activation is None else None
+    lse = torch.zeros(heads, rows, dtype=torch.float32, device=query.device) if spec.activation is None else None
     if sequences == 0:
-        return out.zero_(), None if lse is None else lse.zero_()
+        return out.zero_(), lse
     offsets_q = cu_seqlens_k if cu_seqlens_q is None else cu_seqlens_q
     parts = _short_key_parts(spec, query, max_seqlen_k, sequences)
     lse_or_any = cu_seqlens_k if lse is None else lse
@@ -169,7 +165,7 @@ def forward(
         "ACTIVATION": spec.activation or "",
         **_REGISTERS,
     }
-    grid = (_processors(query.device.index),)
+    grid = (multiprocessors(query),)
     if parts:
         runs = schedules.queries(_SHORT_RUN * _BLOCK)
         attention_forward_short_key[grid](
@@ -220,7 +216,7 @@ def forward(
             **constants,
         )
     if not spec.broadcast_query:
-        zero_slack(offsets_q, out, lse=lse)
+        zero_slack_(out.flatten(1), offsets_q)
     return out, lse
 
 
@@ -244,7 +240,8 @@ def backward(
     needs_key_value: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """``dispatch.backward`` for tensors on the current device."""
-    from lightning_gem.kernels.attention.triton_row_stats import row_stats, zero_slack
+    from lightning_gem.kernels.attention.triton_row_stats import row_stats
+    from lightning_gem.kernels.triton_slack import zero_slack_
 
     sequences = len(cu_seqlens_k) - 1
     if sequences == 0:
@@ -288,12 +285,13 @@ def backward(
         if grad_key is not None and grad_value is not None:
             _launch_key_value(spec, *tensors, grad_key, grad_value, stats, offsets_q, cu_seqlens_k, schedules)
     if grad_key is not None and grad_value is not None:
-        zero_slack(cu_seqlens_k, grad_key, grad_value)
+        zero_slack_(grad_key.flatten(1), cu_seqlens_k)
+        zero_slack_(grad_value.flatten(1), cu_seqlens_k)
     if grad_query is not None:
         if spec.broadcast_query:
             grad_query = grad_query.unflatten(0, (sequences, seeds)).sum(0)
         else:
-            zero_slack(offsets_q, grad_query)
+            zero_slack_(grad_query.flatten(1), offsets_q)
     return grad_query, grad_key, grad_value
 
 
@@ -305,7 +303,7 @@ def _launch_all(
 
     sequences, heads_k = len(offsets_k) - 1, key.shape[1]
     longest_first = torch.argsort(offsets_q.diff(), descending=True, stable=True).int()
-    attention_backward_short_key[(_processors(query.device.index),)](
+    attention_backward_short_key[(multiprocessors(query),)](
         _segments(query, 64),
         _segments(key, 64),
         _segments(value, 64),
@@ -341,7 +339,7 @@ def _launch_few_queries(
 
     heads = query.shape[1]
     longest_first = torch.argsort(offsets_k.diff(), descending=True, stable=True).int()
-    attention_backward_short_query[(_processors(query.device.index),)](
+    attention_backward_short_query[(multiprocessors(query),)](
         _segments(query, 64),
         _segments(key, 64),
         _segments(value, 64),
@@ -375,7 +373,7 @@ def _launch_query(
     from lightning_gem.kernels.attention.gluon_backward import attention_backward_query
 
     tiles = schedules.queries(_BLOCK)
-    attention_backward_query[(_processors(query.device.index),)](
+    attention_backward_query[(multiprocessors(query),)](
         _segments(query, 64),
         _segments(key, 64),
         _segments(value, 64),
@@ -415,7 +413,7 @@ def _launch_key_value(
 
     tiles = schedules.keys(_BLOCK)
     heads_k = key.shape[1]
-    attention_backward_key_value[(_processors(query.device.index),)](
+    attention_backward_key_value[(multiprocessors(query),)](
         _segments(query, 64),
         _segments(key, 64),
         _segments(value, 64),

@@ -16,19 +16,25 @@ from lightning_gem.kernels.launch import interpreted
 from lightning_gem.kernels.schedule import Schedules, TileSchedule
 
 
+def nobody_watches(query: Tensor) -> bool:
+    """Whether a plain function may stand in for a custom op.
+
+    Tracing and dispatch modes (compilers, fake tensors, FLOP counters, selective checkpointing) must see the op itself.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not is_in_torch_dispatch_mode()
+        and type(query) in (Tensor, torch.nn.Parameter)
+    )
+
+
 def runs_reference_directly(query: Tensor, backend: str) -> bool:
     """Whether the differentiable reference stands in for the custom op: on a CPU, where nobody is watching.
 
-    The backward of the op computes the forward again, which autograd on the reference saves. Tracing and dispatch modes
-    (compilers, fake tensors, FLOP counters, selective checkpointing) have to see the op itself.
+    The backward of the op computes the forward again, which autograd on the reference saves.
     """
     return (
-        query.device.type == "cpu"
-        and backend in ("auto", "reference")
-        and not interpreted()
-        and not torch.compiler.is_compiling()
-        and not is_in_torch_dispatch_mode()
-        and type(query) in (Tensor, torch.nn.Parameter)
+        query.device.type == "cpu" and backend in ("auto", "reference") and not interpreted() and nobody_watches(query)
     )
 
 

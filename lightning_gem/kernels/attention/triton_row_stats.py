@@ -1,4 +1,4 @@
-"""Beside the Hopper kernels, in plain Triton: row statistics for the backward of softmax, and zeros in slack rows."""
+"""Beside the Hopper kernels, in plain Triton: row statistics for the backward of softmax."""
 
 import torch
 import triton
@@ -90,46 +90,3 @@ def _row_stats(
         beyond = first + 128 + tl.arange(0, PADDING)
         tl.store(place + beyond, float("inf"), mask=beyond < length + PADDING)
         tl.store(place + HEADS * stats_head + beyond, 0.0, mask=beyond < length + PADDING)
-
-
-def zero_slack(cu_seqlens: Tensor, first: Tensor, second: Tensor | None = None, lse: Tensor | None = None) -> None:
-    """Zeroes the rows from ``cu_seqlens[-1]`` on, of which the kernels know nothing.
-
-    Args:
-        cu_seqlens: Offsets (B+1,).
-        first: Contiguous (rows, H, D).
-        second: Another like ``first``, or None.
-        lse: Contiguous (H, rows) float32, or None.
-    """
-    rows, heads, dim = first.shape
-    _zero_slack[(64,)](
-        first,
-        first if second is None else second,
-        first if lse is None else lse,
-        cu_seqlens[-1:],
-        rows,
-        WIDTH=heads * dim,
-        HEADS=heads,
-        HAS_SECOND=second is not None,
-        HAS_LSE=lse is not None,
-        BLOCK=1024,
-    )
-
-
-@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["end"])
-def _zero_slack(
-    first, second, lse, end, rows,
-    WIDTH: tl.constexpr, HEADS: tl.constexpr, HAS_SECOND: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    start = tl.load(end).to(tl.int64)
-    stop = rows.to(tl.int64) * WIDTH
-    columns = tl.arange(0, BLOCK)
-    for at in range(start * WIDTH + tl.program_id(0) * BLOCK, stop, tl.num_programs(0) * BLOCK):
-        place = at + columns
-        tl.store(first + place, 0.0, mask=place < stop)
-        if HAS_SECOND:
-            tl.store(second + place, 0.0, mask=place < stop)
-    if HAS_LSE:
-        for at in range(start + tl.program_id(0) * BLOCK, rows, tl.num_programs(0) * BLOCK):
-            for head in range(HEADS):
-                tl.store(lse + head * rows.to(tl.int64) + at + columns, 0.0, mask=at + columns < rows)

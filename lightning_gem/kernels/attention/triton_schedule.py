@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """The tile schedule in one launch: every program ranks a few sequences against all others, and writes their tiles."""
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_gem.kernels.launch import on_device
 from lightning_gem.kernels.schedule import TileSchedule
 
 _SEQUENCES = 16
@@ -74,7 +74,7 @@ def fill_schedule(
 ) -> None:
     """Writes the lists of ``build_tile_schedule``; without ``tiled`` every sequence has ``constant_length`` rows."""
     num_sequences = len(other) - 1
-    with torch.cuda.device_of(other):
+    with on_device(other):
         schedule_kernel[(max(1, triton.cdiv(num_sequences, _SEQUENCES)),)](
             other if tiled is None else tiled,
             other,

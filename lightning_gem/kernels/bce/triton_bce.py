@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_gem.kernels.launch import interpreted, multiprocessors, next_power_of_2, on_device
+from lightning_gem.kernels.launch import interpreted, multiprocessors, on_device
 
 MAX_DIM = 1024
 MAX_TASKS = 64
@@ -147,7 +147,7 @@ def scale_kernel(x, factor, size, BLOCK: tl.constexpr):
 
 def config(dim: int, tasks: int) -> dict[str, int]:
     """Tile, warps, stages and programs per multiprocessor that fit the registers and shared memory of Hopper."""
-    block, padded_tasks = max(next_power_of_2(dim), 16), max(next_power_of_2(tasks), 16)
+    block, padded_tasks = max(triton.next_power_of_2(dim), 16), max(triton.next_power_of_2(tasks), 16)
     few = padded_tasks == 16
     return {
         "ROWS": 16 if interpreted() else 64 if few and block <= 256 else 32,

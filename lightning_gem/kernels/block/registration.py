@@ -1,17 +1,16 @@
 """Block attention as two custom ops, forward and backward, opaque to the compiler."""
 
-import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
+from lightning_gem.kernels.attention.registration import no_second_derivative, nobody_watches
 from lightning_gem.kernels.block.reference import block_attention_bucketed
-from lightning_gem.kernels.launch import interpreted
+from lightning_gem.kernels.launch import interpreted, on_device
 from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
 MAX_HEAD_DIM = 256
@@ -57,17 +56,11 @@ def choose(query: Tensor, value: Tensor, block_size: int, backend: str) -> str:
 
 
 def runs_reference_directly(query: Tensor, value: Tensor, block_size: int, backend: str) -> bool:
-    """Whether the differentiable reference stands in for the custom op, as it does on a CPU where nobody is watching.
+    """Whether the differentiable reference stands in for the custom op, as it does where nobody is watching.
 
-    The backward of the op computes the forward again, which autograd on the reference saves. Tracing and dispatch modes
-    (compilers, fake tensors, FLOP counters, selective checkpointing) have to see the op itself.
+    The backward of the op computes the forward again, which autograd on the reference saves.
     """
-    return (
-        choose(query, value, block_size, backend) == "reference"
-        and not torch.compiler.is_compiling()
-        and not is_in_torch_dispatch_mode()
-        and type(query) in (Tensor, torch.nn.Parameter)
-    )
+    return choose(query, value, block_size, backend) == "reference" and nobody_watches(query)
 
 
 @torch.library.custom_op("lightning_gem::block_attention", mutates_args=())
@@ -91,7 +84,7 @@ def block_attention_op(
         return block_attention_bucketed(*inputs).contiguous()
     from lightning_gem.kernels.block import triton_kernels
 
-    with _on_device_of(query):
+    with on_device(query):
         return triton_kernels.forward(*inputs)
 
 
@@ -119,7 +112,7 @@ def block_attention_backward_op(
             return thread.submit(_reference_gradients, grad_out, query, key, value, *options).result()
     from lightning_gem.kernels.block import triton_kernels
 
-    with _on_device_of(query):
+    with on_device(query):
         return triton_kernels.backward(grad_out, query, key, value, *options)
 
 
@@ -152,15 +145,8 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     return (*gradients, *[None] * 9)
 
 
-def _no_second_derivative(ctx: Any, *_: Any) -> None:
-    raise RuntimeError(
-        "block attention has no second derivative here: compute it on a CPU in eager mode, where the op is a plain "
-        "torch function, or call backward without create_graph=True"
-    )
-
-
 block_attention_op.register_autograd(_backward, setup_context=_setup_context)
-block_attention_backward_op.register_autograd(_no_second_derivative)
+block_attention_backward_op.register_autograd(no_second_derivative)
 
 
 @register_flop_formula(torch.ops.lightning_gem.block_attention, get_raw=True)
@@ -211,8 +197,3 @@ def _count_pairs(query: Tensor, cu_seqlens: Tensor, block_size: int, causal: boo
     else:
         lengths = cu_seqlens.cpu().diff()
     return (causal_block_pairs if causal else block_pairs)(lengths, block_size)
-
-
-def _on_device_of(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device, which need not be the one of the tensors."""
-    return torch.cuda.device_of(tensor) if tensor.is_cuda else contextlib.nullcontext()

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gem.kernels.launch import next_power_of_2, on_device
+from lightning_gem.kernels.launch import on_device
 from lightning_gem.kernels.triton_activations import CODES, activate, activate_with_derivative
 
 
@@ -68,7 +68,7 @@ def tile(dim: int, elements: int = 4096) -> tuple[int, int]:
     """Rows and columns of a tile: columns that divide the width where they can."""
     block = min(dim & -dim, 1024)
     if block < 64:
-        block = min(max(next_power_of_2(dim), 16), 1024)
+        block = min(max(triton.next_power_of_2(dim), 16), 1024)
     return max(elements // block, 1), block
 
 

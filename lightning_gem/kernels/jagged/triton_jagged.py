@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gem.kernels.launch import multiprocessors, next_power_of_2, on_device
+from lightning_gem.kernels.launch import multiprocessors, on_device
 
 
 @triton.jit
@@ -252,7 +252,7 @@ def tile(dim: int, elements: int = 8192, most: int = 512) -> tuple[int, int]:
     """Rows and columns of a tile: columns that divide the width where they can."""
     block = min(dim & -dim, most)
     if block < 64:
-        block = min(max(next_power_of_2(dim), 16), most)
+        block = min(max(triton.next_power_of_2(dim), 16), most)
     return max(elements // block, 1), block
 
 

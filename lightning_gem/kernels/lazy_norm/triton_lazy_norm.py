@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lightning_gem.kernels.launch import interpreted, multiprocessors, next_power_of_2, on_device
+from lightning_gem.kernels.launch import interpreted, multiprocessors, on_device
 
 
 @triton.jit
@@ -135,7 +135,7 @@ def forward(
     if interpreted():
         block_rows, block_cols, depth = 16, 32, 16
     across = triton.cdiv(outs, block_cols)
-    slice_width = max(next_power_of_2(triton.cdiv(depth, across)), 16)
+    slice_width = max(triton.next_power_of_2(triton.cdiv(depth, across)), 16)
     programs = min(triton.cdiv(rows, block_rows), multiprocessors(x) * resident)
     with on_device(x):
         norm_linear_kernel[(programs,)](

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_gem.kernels.launch import multiprocessors, next_power_of_2, on_device, row_layout
+from lightning_gem.kernels.launch import multiprocessors, on_device, row_layout
 from lightning_gem.kernels.triton_activations import CODES, IDENTITY, activate, activate_with_derivative
 
 MAX_DIM = 16384
@@ -171,7 +171,7 @@ def backward_kernel(
 
 def tile(dim: int) -> tuple[int, int, int]:
     """Rows of a tile, its padded width and its warps, as measured on an H200: 16 to 32 elements a thread."""
-    block = max(next_power_of_2(dim), 16)
+    block = max(triton.next_power_of_2(dim), 16)
     elements, per_warp = (4096, 512) if block <= 256 else (2048, 1024)
     rows = max(elements // block, 1)
     return rows, block, min(max(block * rows // per_warp, 1), 16)
@@ -179,7 +179,7 @@ def tile(dim: int) -> tuple[int, int, int]:
 
 def pipelined_tile(dim: int) -> tuple[int, int, int, int, int]:
     """The same for a backward with more to do per row, which loops, and programs per multiprocessor and stages."""
-    block = max(next_power_of_2(dim), 16)
+    block = max(triton.next_power_of_2(dim), 16)
     warps = min(max(block // 512, 1), 16)
     return max(512 * warps // block, 1), block, warps, max(16 // warps, 1), 3
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gem.kernels.launch import on_device
 from lightning_gem.kernels.rope.reference import rotary_halves
 
 
@@ -15,7 +16,7 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         return rotary_halves(x, cos, -sin if inverse else sin).contiguous()
     from lightning_gem.kernels.rope import triton_kernels
 
-    with torch.cuda.device_of(x):
+    with on_device(x):
         return triton_kernels.rotate(x, cos, sin, inverse)
 
 
