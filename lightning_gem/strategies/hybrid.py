@@ -9,55 +9,33 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
+from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint as checkpoints
-from lightning_gem.strategies.batches import Filler, even_loader, gather_numbers, nothing_counted, num_samples
+from lightning_gem.strategies import processes, steps
+from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted
+from lightning_gem.strategies.checks import check_trainer
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
     default_process_group_backend,
-    detects_anomaly,
-    distributed_is_initialized,
-    init_process_group,
     optimizers_to_device,
     reduce_over_ranks,
     reset_seed,
 )
-from lightning_gem.strategies.dense import (
-    WrapRule,
-    check_parameters,
-    choose_units,
-    large_embeddings,
-    materialize,
-    shard_dense,
-    wrap_by_class,
-)
-from lightning_gem.strategies.embeddings import (
-    ShardedTables,
-    TableConfig,
-    attach_optimizers,
-    attached_learning_rate,
-    default_optimizer,
-    find_collections,
-)
-from lightning_gem.strategies.experts import check_experts, find_experts, shard_experts
-from lightning_gem.strategies.failures import silent_ranks
+from lightning_gem.strategies.embeddings import ShardedTables, TableConfig
+from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
+from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
+from lightning_gem.strategies.table_rates import join_tables, push_learning_rate
 
 log = logging.getLogger(__name__)
 
-_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -131,13 +109,11 @@ class HybridShardedStrategy(ParallelStrategy):
         }
         self.host_size: Size = host_size
         self.table_config = tables or TableConfig()
-        self.wrap: list[str] | Literal["auto"] | WrapRule = wrap
-        self.wrap_min_parameters = wrap_min_parameters
-        self.reshard_after_forward = reshard_after_forward
-        self.param_dtype = _DTYPES[param_dtype]
-        self.reduce_dtype = _DTYPES[reduce_dtype]
+        self.dense_config = DenseConfig(
+            wrap, wrap_min_parameters, reshard_after_forward, _DTYPES[param_dtype], _DTYPES[reduce_dtype]
+        )
         self.meta_init = meta_init
-        self.loss_weighting = loss_weighting
+        self.loss_weighting: Literal["samples", "ranks"] = loss_weighting
         self.nonfinite_loss = nonfinite_loss
         self.process_group_backend = process_group_backend
         self.timeout = timedelta(seconds=timeout_seconds)
@@ -145,16 +121,18 @@ class HybridShardedStrategy(ParallelStrategy):
             raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
         self.num_nodes = 1
         self.meshes: Meshes | None = None
-        self.tables: ShardedTables | None = None
-        self.experts: dict[str, Any] = {}
         self.gradient_norm: Tensor | None = None
-        self._sharded: nn.Module | None = None
+        self._sharded: Sharded | None = None
         self._loss_weight = 1.0
         self._is_filler = False
         self._steps = 0
-        self._silent: list[int] | None = None
+        self._roll_call = RollCall()
         self._trainer: Trainer | None = None
-        self._attached_lr: float | None = None
+
+    @property
+    def tables(self) -> ShardedTables | None:
+        """The sharded tables, if the module has any."""
+        return self._sharded.tables if self._sharded is not None else None
 
     # Processes.
 
@@ -168,6 +146,10 @@ class HybridShardedStrategy(ParallelStrategy):
     def num_processes(self) -> int:
         """Ranks of this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def _ranks_of_host(self) -> int:
+        return self.num_processes if self.host_size == "auto" else self.host_size
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -184,17 +166,10 @@ class HybridShardedStrategy(ParallelStrategy):
         super().setup_environment()
         reset_seed()
         self._set_world_ranks()
-        host = self.num_processes if self.host_size == "auto" else self.host_size
-        axes = resolve_axes(self.world_size, host, **self.sizes)
+        axes = resolve_axes(self.world_size, self._ranks_of_host, **self.sizes)
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
-        on_device: dict[str, Any] = {} if self.root_device.type == "cpu" else {"device_id": self.root_device}
-        if dist.is_torchelastic_launched() and not distributed_is_initialized():
-            # The agent's store outlives a crash: a restarted group would read the addresses of dead ranks in it.
-            store, _, _ = next(dist.rendezvous("env://", timeout=self.timeout))
-            attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-            on_device["store"] = dist.PrefixStore(f"hybrid_sharded/{attempt}", store)
-        init_process_group(self.cluster_environment, self.process_group_backend, timeout=self.timeout, **on_device)
+        processes.start_processes(self.cluster_environment, self.process_group_backend, self.root_device, self.timeout)
         if self.meshes is None or self.meshes.axes != axes:
             self.meshes = build_meshes(axes, self.root_device.type)
         rank_zero_info(
@@ -210,20 +185,15 @@ class HybridShardedStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
-        if distributed_is_initialized():
-            dist.barrier(device_ids=None if self.root_device.type == "cpu" else [self.root_device.index])
+        processes.barrier(self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Returns the object of rank ``src`` on every rank."""
-        if not distributed_is_initialized():
-            return obj
         # Callbacks that save after a failure come here first; without all ranks they would wait for ever.
         interrupted = self._trainer is not None and self._trainer.state.status == TrainerStatus.INTERRUPTED
-        if interrupted and self._silent_ranks():
-            raise RuntimeError(f"nothing can be saved: {_gone(self._silent_ranks())}")
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
+        if interrupted and (missing := self._roll_call.missing(self.global_rank, self.world_size)):
+            raise RuntimeError(f"nothing can be saved: {missing}")
+        return processes.broadcast(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the ranks."""
@@ -253,13 +223,12 @@ class HybridShardedStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self._trainer = trainer
-        self._check_trainer(trainer)
+        check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
-        if self._sharded is not self.lightning_module:
+        if self._sharded is None or self._sharded.module is not self.lightning_module:
             self._shard(self.lightning_module)
-            self._sharded = self.lightning_module
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -271,93 +240,18 @@ class HybridShardedStrategy(ParallelStrategy):
         if fitting:
             optimizers_to_device(self.optimizers, self.root_device)
 
-    def _check_trainer(self, trainer: Trainer) -> None:
-        """Refuses what would be wrong or ignored.
-
-        Raises:
-            ValueError: Naming the field and the fix.
-        """
-        plugin = self.precision_plugin
-        if type(plugin) is MixedPrecision and plugin.precision != "bf16-mixed":
-            raise ValueError(
-                f"precision={plugin.precision} scales the loss, and the tables are updated before it is unscaled: use "
-                "bf16-mixed or 32-true"
-            )
-        if type(plugin) not in (Precision, MixedPrecision):
-            raise ValueError(
-                f"precision plugin {type(plugin).__name__} ({plugin.precision}) is not supported: use 32-true, "
-                "bf16-mixed, or 32-true with param_dtype: bfloat16"
-            )
-        if detects_anomaly(trainer):
-            raise ValueError("detect_anomaly=True does not work with sharded parameters: set it to false")
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if any(
-                kind.__name__ in ("WeightAveraging", "StochasticWeightAveraging") for kind in type(callback).__mro__
-            ):
-                raise ValueError(
-                    f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
-                )
-        assert self.lightning_module is not None
-        if trainer.state.fn == TrainerFn.FITTING and not self.lightning_module.automatic_optimization:
-            # FSDP2 takes training_step for a forward, which has to end before the backward.
-            raise ValueError(
-                "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
-            )
-        if self._layer_sync is not None:
-            raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
-
     def _shard(self, module: Any) -> None:
         assert self.meshes is not None
-        meshes, device = self.meshes, self.root_device
         seed = self.broadcast(torch.initial_seed())
-        host = self.num_processes if self.host_size == "auto" else self.host_size
-        collections = find_collections(module)
-        self.experts = find_experts(module)
-        for name, child in self.experts.items():
-            check_experts(name, child, meshes.axes.expert)
-        rule: WrapRule | None = None
-        if callable(self.wrap):
-            rule = self.wrap
-        elif self.wrap != "auto":
-            rule = wrap_by_class(self.wrap)
-        units = choose_units(module, rule, self.wrap_min_parameters)
-        if meshes.axes.expert > 1:
-            units = _with_experts(units, list(self.experts))
-            if not self.experts:
-                raise ValueError(
-                    f"expert={meshes.axes.expert}, but the module declares no experts: set expert to 1, or see the "
-                    "protocol in lightning_gem.strategies.experts"
-                )
-        check_parameters(module, units)
-        for name, size in large_embeddings(module):
-            rank_zero_info(
-                f"hybrid_sharded: {name} is a plain nn.Embedding with {size:,} parameters, gathered whole in every "
-                "step: as a TorchRec EmbeddingCollection it would be sharded as a table"
-            )
-        if collections:
-            self._attached_lr = attached_learning_rate(collections)
-            optimizer, arguments = default_optimizer(self.table_config)
-            if hasattr(module, "table_optimizer"):
-                optimizer, arguments = module.table_optimizer()
-            attach_optimizers(collections, optimizer, arguments)
-            self.tables = ShardedTables(module, collections, self.table_config, meshes, int(host), device, seed)
-            rank_zero_info(f"hybrid_sharded: {len(self.tables.kinds)} tables, updated inside backward")
-        ignored = self.tables.parameters() if self.tables is not None else set()
-
-        def prepare(name: str, unit: nn.Module, done: set[nn.Module]) -> None:
-            materialize(name, unit, done, device, seed)
-            if name in self.experts and meshes.axes.expert > 1:
-                shard_experts(unit, meshes)
-
-        policy = MixedPrecisionPolicy(
-            param_dtype=None if self.param_dtype == torch.float32 else self.param_dtype,
-            reduce_dtype=self.reduce_dtype if self.reduce_dtype != self.param_dtype else None,
+        self._sharded = shard_module(
+            module,
+            self.meshes,
+            self.dense_config,
+            self.table_config,
+            self._ranks_of_host,
+            self.root_device,
+            seed,
         )
-        shard_dense(module, units, meshes, self.experts, ignored, prepare, policy, self.reshard_after_forward)
-        for step in _STEPS:
-            # Lightning calls these without going through the module's forward.
-            if is_overridden(step, module):
-                register_fsdp_forward_method(module, step)
 
     # Optimizers.
 
@@ -376,34 +270,10 @@ class HybridShardedStrategy(ParallelStrategy):
                 f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but tables are updated in every backward: "
                 "set it to 1 and raise the batch size"
             )
-        optimizers = list(self.optimizers)
-        tables = self.tables.parameters()
-        owner: tuple[int, dict[str, Any]] | None = None
-        for i, optimizer in enumerate(optimizers):
-            for group in optimizer.param_groups:
-                kept = [parameter for parameter in group["params"] if parameter not in tables]
-                if len(kept) < len(group["params"]):
-                    owner = owner or (i, group)
-                group["params"] = kept
-        if any(isinstance(optimizer, DenseAndTables) for optimizer in optimizers):
-            return
-        explicit = self.table_config.lr if self.table_config.lr is not None else self._attached_lr
-        if owner is None and explicit is None:
-            raise ValueError(
-                "no optimizer of the module holds the tables, so their learning rate is unknown: set tables.lr of the "
-                "strategy, or give the module's optimizer all its parameters"
-            )
-        position, group = owner or (0, optimizers[0].param_groups[0])
-        # What a module attached itself was not moved by its schedulers, and still is not.
-        follow = None if self._attached_lr is not None else group
-        optimizers[position] = DenseAndTables(
-            optimizers[position],
-            self.tables.optimizers,
-            lr=explicit if explicit is not None else group["lr"],
-            in_backward=True,
-            follow=follow,
+        assert self._sharded is not None
+        self.optimizers = join_tables(
+            list(self.optimizers), self.tables, self.table_config.lr, self._sharded.attached_lr
         )
-        self.optimizers = optimizers
 
     # Steps.
 
@@ -427,30 +297,14 @@ class HybridShardedStrategy(ParallelStrategy):
         return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
 
     def _exchange_sizes(self, batch: Any) -> None:
-        """Tells all ranks the batch sizes of the step, and weighs the loss of this one.
-
-        Raises:
-            ValueError: If they differ where tables split by rows need equal ones.
-        """
         if self.world_size == 1:
             return
-        own = num_samples(batch)
-        everyone = gather_numbers([-1 if own is None else own, 0 if self._is_filler else 1], self.root_device)
-        sizes = [size for size, _ in everyone]
-        unequal = len(set(sizes)) > 1
-        if unequal and self.tables is not None and self.tables.needs_equal_batches:
-            raise ValueError(
-                f"the batches of the ranks have {sizes} samples: tables of an EmbeddingBagCollection that are split by "
-                "rows need equal batches. Use drop_last, or tables.sharding: table_wise"
-            )
-        by_samples = self.loss_weighting == "samples" and -1 not in sizes
-        weights = [(size if by_samples else 1) * counts for size, counts in everyone]
-        self._loss_weight = weights[self.global_rank] * self.world_size / max(sum(weights), 1)
-        for module in self.experts.values():
-            exchange = module.expert_exchange
-            if exchange is not None:
-                ranks = dist.get_process_group_ranks(exchange.group)
-                exchange.samples = [sizes[rank] for rank in ranks] if unequal and -1 not in sizes else None
+        assert self._sharded is not None
+        sizes = steps.exchange_sizes(batch, self._is_filler, self.root_device)
+        if self.tables is not None and self.tables.needs_equal_batches:
+            steps.check_equal(sizes)
+        self._loss_weight = steps.loss_weight(sizes, self.global_rank, self.loss_weighting)
+        steps.tell_experts(self._sharded.experts, sizes)
 
     @contextmanager
     def _step(self, batch: Any) -> Generator[None, None, None]:
@@ -459,19 +313,10 @@ class HybridShardedStrategy(ParallelStrategy):
         with nothing_counted(self.lightning_module) if self._is_filler else nullcontext():
             yield
 
-    def _push_table_learning_rate(self) -> None:
-        """Hands the lookups the learning rate of the coming backward: they take it along in forward."""
-        if self.tables is None:
-            return
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, DenseAndTables):
-                optimizer.push_learning_rate()
-        for fused in self.tables.optimizers.values():
-            fused.zero_grad()
-
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's step after the ranks have told each other their batch sizes."""
-        self._push_table_learning_rate()
+        if self.tables is not None:
+            push_learning_rate(list(self.optimizers), self.tables)
         with self._step(batch):
             return super().training_step(batch, *args, **kwargs)
 
@@ -497,8 +342,7 @@ class HybridShardedStrategy(ParallelStrategy):
         Raises:
             FloatingPointError: On all ranks, if the loss of any is not finite and ``nonfinite_loss`` is ``raise``.
         """
-        finite = bool(torch.isfinite(closure_loss.detach()).all())
-        ranks = [rank for rank, (ok,) in enumerate(gather_numbers([int(finite)], self.root_device)) if not ok]
+        ranks = steps.nonfinite_ranks(closure_loss, self.root_device)
         if ranks:
             if self.nonfinite_loss == "raise":
                 raise FloatingPointError(
@@ -572,17 +416,12 @@ class HybridShardedStrategy(ParallelStrategy):
         path = Path(self.broadcast(str(checkpoint_path)))
         return checkpoints.load(path, self.lightning_module, self.optimizers, self.tables)
 
-    def _silent_ranks(self) -> list[int]:
-        """Ranks that are gone, asked for once after a failure."""
-        if self._silent is None:
-            alive = distributed_is_initialized() and self.world_size > 1
-            self._silent = silent_ranks(self.global_rank, self.world_size) if alive else []
-        return self._silent
-
     def on_exception(self, exception: BaseException) -> None:
         """Says which ranks are gone: a broken connection names none."""
-        if isinstance(exception, RuntimeError) and self._silent_ranks():
-            log.error("hybrid_sharded: %s", _gone(self._silent_ranks()))
+        if isinstance(exception, RuntimeError) and (
+            missing := self._roll_call.missing(self.global_rank, self.world_size)
+        ):
+            log.error("hybrid_sharded: %s", missing)
 
     def teardown(self) -> None:
         """Leaves parameters where they are: sharded ones cannot move."""
@@ -591,13 +430,3 @@ class HybridShardedStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _gone(ranks: list[int]) -> str:
-    return f"rank {', '.join(map(str, ranks))} gives no sign of life"
-
-
-def _with_experts(units: list[str], experts: list[str]) -> list[str]:
-    """Adds expert modules as units of their own, before the units around them; nothing inside of them is one."""
-    units = [unit for unit in units if not any(unit == name or unit.startswith(f"{name}.") for name in experts)]
-    return sorted([*units, *experts], key=lambda name: -name.count("."))

@@ -1,0 +1,58 @@
+"""What a trainer asks for that the strategy cannot do: refused before anything is sharded."""
+
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_gem.strategies.compat import detects_anomaly
+
+_WEIGHT_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
+
+
+def check_trainer(trainer: Trainer, module: Any, precision: Precision, layer_sync: Any) -> None:
+    """Refuses what would be wrong or ignored.
+
+    Args:
+        trainer: The trainer, attached to ``module``.
+        module: LightningModule.
+        precision: Precision plugin.
+        layer_sync: Lightning's plugin for ``sync_batchnorm``, or None.
+
+    Raises:
+        ValueError: Naming the field and the fix.
+    """
+    check_precision(precision)
+    if detects_anomaly(trainer):
+        raise ValueError("detect_anomaly=True does not work with sharded parameters: set it to false")
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(kind.__name__ in _WEIGHT_CALLBACKS for kind in type(callback).__mro__):
+            raise ValueError(
+                f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
+            )
+    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
+        # FSDP2 takes training_step for a forward, which has to end before the backward.
+        raise ValueError(
+            "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
+        )
+    if layer_sync is not None:
+        raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
+
+
+def check_precision(plugin: Precision) -> None:
+    """Refuses precision plugins that do not go together with fused updates or FSDP2.
+
+    Raises:
+        ValueError: Naming the plugin and the fix.
+    """
+    if type(plugin) is MixedPrecision and plugin.precision != "bf16-mixed":
+        raise ValueError(
+            f"precision={plugin.precision} scales the loss, and the tables are updated before it is unscaled: use "
+            "bf16-mixed or 32-true"
+        )
+    if type(plugin) not in (Precision, MixedPrecision):
+        raise ValueError(
+            f"precision plugin {type(plugin).__name__} ({plugin.precision}) is not supported: use 32-true, "
+            "bf16-mixed, or 32-true with param_dtype: bfloat16"
+        )
