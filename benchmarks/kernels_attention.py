@@ -4,6 +4,7 @@
 
 All peers of a case run in one process, round by round, with the L2 cache flushed before every call; medians are printed
 beside the relative error of the output, and of the worst gradient, against float32 on the first sequences of the batch.
+Times are the device's; what the host takes to queue a call stands beside them.
 TFLOP/s count visible (query, key) pairs: 4 * H * D for each forward, 2.5 times that backward. Where memory bounds a
 case, ``roofline`` is the share of the device's copy rate, every tensor moved once.
 """
@@ -13,6 +14,7 @@ import csv
 import datetime
 import inspect
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ ROOT = Path(__file__).parents[1]
 HEADS, DIM = 4, 128
 BATCH, LONGEST = 512, 2048
 EXACT_TOKENS = 12_000
+HEAD_START = 5_000_000  # cycles, some 3 ms, in which the host queues a call: as in training, the device never waits
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -326,16 +329,21 @@ def measure(case: Case, rounds: int, flush: Tensor) -> None:
 
         calls[peer, "forward"], calls[peer, "backward"] = forward, backward
     times: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
+    hosts: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
     for round_ in range(rounds + 2):
         for key, call in calls.items():
             flush.zero_()
+            torch.cuda._sleep(HEAD_START)
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
+            began = time.perf_counter()
             call()
+            host = time.perf_counter() - began
             end.record()
             torch.cuda.synchronize()
             if round_ >= 2:
                 times[key].append(start.elapsed_time(end))
+                hosts[key].append(host)
     query, key, _ = case.tensors
     for (peer, direction), samples in times.items():
         milliseconds = statistics.median(samples)
@@ -349,6 +357,7 @@ def measure(case: Case, rounds: int, flush: Tensor) -> None:
                 "peer": peer,
                 "milliseconds": round(milliseconds, 4),
                 "teraflops": round(teraflops, 1),
+                "host_microseconds": round(statistics.median(hosts[peer, direction]) * 1e6),
                 "bytes": moved(case, direction) if case.memory_bound else 0,
                 "relative_error": f"{error:.2e}",
             }
@@ -389,7 +398,8 @@ def main() -> None:
                 share = f"{row['bytes'] / row['milliseconds'] / 1e9 / rate:6.1%}" if row["bytes"] else ""
                 print(
                     f"{row['case']:32} {row['direction']:8} {row['peer']:26} {row['milliseconds']:8.3f} ms "
-                    f"{row['teraflops']:6.0f} TFLOP/s {row['relative_error']} {share}",
+                    f"{row['teraflops']:6.0f} TFLOP/s {row['host_microseconds']:5d} us "
+                    f"{row['relative_error']} {share}",
                     flush=True,
                 )
                 row |= {"roofline": share.strip(), "copy_tb_per_s": round(rate, 3)}

@@ -464,23 +464,42 @@ def _segments(x: Tensor, block_rows: int, columns: int | None = None) -> Any:
         block_rows: Rows of one copy.
         columns: Columns of one copy; None is ``dim``.
     """
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     _, heads, dim = x.shape
-    block = [1, 1, block_rows, dim if columns is None else columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    block, layout = _block(block_rows, dim if columns is None else columns, x.dtype)
     shape = [0x7FFF0000, 0x7FFF0000, _ROW_LIMIT, heads * dim]
     stride = x.stride(0)
-    return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], block, layout)
+    return _descriptor(x, shape, [2**34 - stride, stride, stride, 1], block, layout)
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> Any:
+    """A descriptor without the checks of its constructor, which take longer than a launch: ``supports`` made them."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
+    return descriptor
+
+
+@lru_cache
+def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], Any]:
+    """Shape of a copy and its layout in shared memory, which take as long to make as a launch."""
+    from triton.experimental.gluon import language as gl
+
+    block = [1, 1, rows, columns]
+    return block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@lru_cache
+def _stats_layout() -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _stats_runs(stats: Tensor | None, run: int, like: Tensor) -> Any:
     """Describes the row statistics (2, H, entries) as (2 * H, entries), in runs; any tensor where there are none."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     if stats is None:
         stats = torch.empty(1, 1, run, dtype=torch.float32, device=like.device)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(stats.flatten(0, 1), [1, run], layout)
+    rows, entries = stats.shape[0] * stats.shape[1], stats.shape[2]
+    return _descriptor(stats, [rows, entries], [entries, 1], [1, run], _stats_layout())
