@@ -125,7 +125,7 @@ def _few_queries(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen_q: 
 
 
 def _short_query_stages(query: Tensor) -> int:
-    return 2 if query.shape[2] == 128 else 3
+    return 3 if query.shape[2] == 128 else 6
 
 
 def forward(
@@ -258,41 +258,33 @@ def backward(
         assert out is not None
         assert lse is not None
         stats = row_stats(out, grad_out, lse, grad_lse, offsets_q, schedules.queries(_BLOCK))
-    # Broadcast queries collect their gradient per sequence, and are summed in the end, in a fixed order.
-    grad_query = query.new_empty(rows, *query.shape[1:]) if needs_query else None
-    grad_key = key.new_empty(key.shape) if needs_key_value else None
-    grad_value = value.new_empty(value.shape) if needs_key_value else None
+    in_one_pass = needs_query and needs_key_value
+    all_keys = in_one_pass and _all_in_one_pass(spec, query, key, max_seqlen_k, sequences)
+    all_queries = in_one_pass and not all_keys and _few_queries(spec, query, key, max_seqlen_q, sequences)
+    # What is added up in the end, in a fixed order: two halves of the keys, and the sequences of broadcast queries.
+    partial = query.new_empty(2 if all_queries else 1, rows if needs_query else 0, *query.shape[1:])
+    grad_key, grad_value = (x.new_empty(x.shape if needs_key_value else (0,)) for x in (key, value))
     tensors = (query, key, value, grad_out)
-    if (
-        grad_query is not None
-        and grad_key is not None
-        and grad_value is not None
-        and _all_in_one_pass(spec, query, key, max_seqlen_k, sequences)
-    ):
-        _launch_all(spec, *tensors, grad_query, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
-    elif (
-        grad_query is not None
-        and grad_key is not None
-        and grad_value is not None
-        and _few_queries(spec, query, key, max_seqlen_q, sequences)
-    ):
-        partial = query.new_zeros(2, rows, *query.shape[1:])
+    if all_keys:
+        _launch_all(spec, *tensors, partial[0], grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
+    elif all_queries:
         _launch_few_queries(spec, *tensors, partial, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
-        grad_query = partial.sum(0)
     else:
-        if grad_query is not None:
-            _launch_query(spec, *tensors, grad_query, stats, offsets_q, cu_seqlens_k, schedules)
-        if grad_key is not None and grad_value is not None:
+        if needs_query:
+            _launch_query(spec, *tensors, partial[0], stats, offsets_q, cu_seqlens_k, schedules)
+        if needs_key_value:
             _launch_key_value(spec, *tensors, grad_key, grad_value, stats, offsets_q, cu_seqlens_k, schedules)
-    if grad_key is not None and grad_value is not None:
+    if needs_key_value:
         zero_slack_(grad_key.flatten(1), cu_seqlens_k)
         zero_slack_(grad_value.flatten(1), cu_seqlens_k)
-    if grad_query is not None:
-        if spec.broadcast_query:
-            grad_query = grad_query.unflatten(0, (sequences, seeds)).sum(0)
-        else:
-            zero_slack_(grad_query.flatten(1), offsets_q)
-    return grad_query, grad_key, grad_value
+    if not needs_query:
+        return None, grad_key if needs_key_value else None, grad_value if needs_key_value else None
+    if spec.broadcast_query:
+        grad_query = partial.unflatten(1, (sequences, seeds)).sum((0, 1))
+    else:
+        grad_query = partial.sum(0) if len(partial) > 1 else partial[0]
+        zero_slack_(grad_query.flatten(1), offsets_q)
+    return grad_query, grad_key if needs_key_value else None, grad_value if needs_key_value else None
 
 
 def _launch_all(

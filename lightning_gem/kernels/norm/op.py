@@ -255,7 +255,8 @@ def _backward(
             triton_norm.backward(grad_out, grad_total, x, residual, weight, bias, grad_x, None, eps, layer, activation)
         )
     grads = (
-        x.new_empty(0) if t is None or s is None else s.to(t.dtype) for t, s in zip((weight, bias), sums, strict=True)
+        x.new_empty(0) if t is None or s is None else s.to(t.dtype, copy=True)
+        for t, s in zip((weight, bias), sums, strict=True)
     )
     return grad_x, *grads  # type: ignore[return-value]
 
