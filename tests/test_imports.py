@@ -13,10 +13,11 @@ ALLOWED = {
     "metrics": set(),
     "data": set(),
     "optimizers": set(),
+    "efficiency": set(),
     "precision": {"kernels"},
-    "models": {"data", "metrics", "kernels", "optimizers", "precision"},
+    "models": {"data", "metrics", "kernels", "optimizers", "precision", "efficiency"},
     "strategies": {"optimizers"},
-    "callbacks": {"data", "metrics", "kernels", "precision"},
+    "callbacks": {"data", "metrics", "kernels", "precision", "efficiency"},
     "cli": {"models", "data", "callbacks", "strategies"},
 }
 
