@@ -101,4 +101,6 @@ def _positions(lengths: Tensor) -> Tensor:
 
 
 def _as_int64(lengths: Lengths | int) -> Tensor:
-    return torch.as_tensor(lengths, dtype=torch.int64)
+    # Not on a default device: models count while they are built on meta.
+    device = lengths.device if isinstance(lengths, Tensor) else "cpu"
+    return torch.as_tensor(lengths, dtype=torch.int64, device=device)

@@ -49,6 +49,17 @@ def test_a_real_step_counts_the_same(lengths):
     assert work.padded_tokens == sum(len(values) * max(values) for values in lengths.values())
 
 
+def test_formulas_are_made_beside_networks_on_the_meta_device():
+    schema = make_schema()
+    with torch.device("meta"):
+        on_meta = work_formulas(GEM(schema), schema)
+    on_cpu = work_formulas(GEM(schema), schema)
+    assert on_meta is not None
+    assert on_cpu is not None
+    lengths = {"views": np.array([16, 3]), "clicks": np.array([1, 5])}
+    assert on_meta[0](lengths, 2).tolist() == on_cpu[0](lengths, 2).tolist()
+
+
 def test_ensembles_count_every_copy_and_other_networks_none():
     schema = make_schema()
     batch = make_batch(schema, {"views": [3], "clicks": [2]})
