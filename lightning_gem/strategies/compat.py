@@ -3,6 +3,8 @@
 Each is covered by a test, so that a new version that moves one fails with its name.
 """
 
+import ctypes
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +36,7 @@ __all__ = [
     "default_store",
     "detects_anomaly",
     "distributed_is_initialized",
+    "exchange_names",
     "in_backward_optimizers",
     "init_process_group",
     "move_placement",
@@ -82,3 +85,12 @@ def placement_rank(placement: Any) -> int:
 def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
     """Lets a module compute with other tensors in the place of its parameters, without calling its hooks."""
     return _reparametrize_module(module, tensors)
+
+
+def exchange_names(first: os.PathLike[str], second: os.PathLike[str]) -> bool:
+    """Lets two files or directories change names at once; False where the system or its file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
