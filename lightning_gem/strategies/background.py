@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class StagedPlanner(DefaultSavePlanner):
             torch.cuda.current_stream().synchronize()
         self.state_dict = {}
 
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         """Nothing is left to do."""
 
     def create_local_plan(self) -> SavePlan:
@@ -110,7 +110,11 @@ class BackgroundSaver:
 def _run(write: Callable[[], None]) -> None:
     try:
         write()
-    except Exception:
-        raise
-    except BaseException as error:  # what torch.distributed.checkpoint raises is no Exception
-        raise RuntimeError(str(error)) from error
+    except CheckpointException as error:  # which is no Exception
+        raise RuntimeError(explain(error)) from error
+
+
+def explain(error: CheckpointException) -> str:
+    """Which rank failed with what, in one line."""
+    rank, (cause, _) = min(error.failures.items())
+    return f"{cause} (rank {rank})"

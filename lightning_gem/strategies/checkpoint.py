@@ -24,7 +24,7 @@ from torchmetrics import Metric
 
 from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint_files as files
-from lightning_gem.strategies.background import BackgroundSaver, StagedPlanner
+from lightning_gem.strategies.background import BackgroundSaver, StagedPlanner, explain
 from lightning_gem.strategies.embeddings import ShardedTables, local_shards
 from lightning_gem.strategies.processes import raise_together
 from lightning_gem.strategies.rank_state import rank_state, restore_rank
@@ -89,7 +89,7 @@ def save(
     rank, first = dist.get_rank(), dist.get_rank() == 0
     own = rank_state(rest, data_key)
     manifest = {"world_size": dist.get_world_size(), "torch": torch.__version__, "tensors": len(tensors)}
-    partial = path.with_name(f".{path.name}.partial")
+    partial = files.partial_path(path)
     error: Exception | None = None
     if first:
         try:
@@ -104,7 +104,9 @@ def save(
             dcp.save(tensors, checkpoint_id=str(partial))
             if first:
                 files.finish(path, manifest)
-        except (dcp.CheckpointException, OSError) as problem:
+        except dcp.CheckpointException as problem:
+            error = RuntimeError(f"checkpoint {path} could not be written: {explain(problem)}")
+        except OSError as problem:
             error = RuntimeError(f"checkpoint {path} could not be written: {problem}")
         raise_together(error)
         return
@@ -201,7 +203,7 @@ def load(
     try:
         dcp.load(wanted, storage_reader=reader, planner=RegionPlanner(regions))
     except dcp.CheckpointException as failure:
-        error = ValueError(f"{path} is damaged: {failure}")
+        error = ValueError(f"{path} is damaged: {explain(failure)}")
     raise_together(error)
     for dense, parameter, kind, value in fresh:
         dense.state[parameter][kind] = value

@@ -1,12 +1,13 @@
 """The directory of a checkpoint: written under another name, checked before anything is read from it.
 
-``.name.partial`` becomes ``name`` in one rename when every rank has written its part. What an interrupted save left
-behind keeps its other name, which no one takes for a checkpoint.
+``.saving/name`` becomes ``name`` in one rename when every rank has written its part. What an interrupted save left
+behind stays there, where no one takes it for a checkpoint (Lightning looks for parts of names).
 """
 
 import json
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,15 @@ META = "meta.pt"
 MANIFEST = "manifest.json"
 
 
+def partial_path(path: Path) -> Path:
+    """Where a checkpoint is written."""
+    return path.parent / ".saving" / path.name
+
+
+def _old_path(path: Path) -> Path:
+    return path.parent / ".saving" / f"{path.name}.old"
+
+
 def rank_file(rank: int) -> str:
     """Name of the file with what only this rank knows."""
     return f"rank_{rank:05d}.pt"
@@ -26,7 +36,7 @@ def rank_file(rank: int) -> str:
 def start(path: Path) -> Path:
     """Makes the empty directory to write into; by one rank."""
     settle(path)
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     return partial
@@ -34,12 +44,12 @@ def start(path: Path) -> Path:
 
 def finish(path: Path, manifest: dict[str, Any]) -> None:
     """Puts what was written in the place of ``path``, be that a file or a directory; by one rank."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_path(path)
     (partial / MANIFEST).write_text(json.dumps(manifest))
     for file in partial.iterdir():
         flush(file)
     flush(partial)
-    old = path.with_name(f".{path.name}.old")
+    old = _old_path(path)
     if path.is_symlink():
         path.unlink()
     if not path.exists():
@@ -51,11 +61,13 @@ def finish(path: Path, manifest: dict[str, Any]) -> None:
         partial.rename(path)
     flush(path.parent)
     _remove(old)
+    with suppress(OSError):  # there may be another's
+        partial.parent.rmdir()
 
 
 def settle(path: Path) -> None:
     """Finishes what a death between two renames left undone."""
-    old = path.with_name(f".{path.name}.old")
+    old = _old_path(path)
     if not old.exists():
         return
     if path.exists():

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from lightning_gem.strategies import checkpoint as checkpoints
 from lightning_gem.strategies import processes, steps
-from lightning_gem.strategies.background import BackgroundSaver
 from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
 from lightning_gem.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_gem.strategies.checks import check_trainer
@@ -31,7 +30,6 @@ from lightning_gem.strategies.embeddings import ShardedTables, TableConfig
 from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
-from lightning_gem.strategies.requeue import Requeue, StepEnd
 from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
 from lightning_gem.strategies.steps import RankStep
 from lightning_gem.strategies.table_rates import join_tables, push_learning_rate
@@ -136,10 +134,6 @@ class HybridShardedStrategy(CheckpointHooks):
         self._is_filler = False
         self._steps = 0
         self._roll_call = RollCall()
-        self._saver = BackgroundSaver(self.timeout) if async_checkpoints else None
-        self._requeue = Requeue()
-        self._requeue_now = False
-        self._agreed_on_path = False
 
     @property
     def tables(self) -> ShardedTables | None:
@@ -235,10 +229,8 @@ class HybridShardedStrategy(CheckpointHooks):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._agreed_on_path = False
         check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync, self._saver is not None)
-        if not any(isinstance(callback, StepEnd) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.append(StepEnd(self._end_of_step))  # type: ignore[attr-defined]
+        self._watch_steps(trainer)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False

@@ -24,7 +24,7 @@ from lightning_gem.strategies.export import export
 from tests.distributed.foreign import ClickData, LitDLRM, collate, sample
 from tests.distributed.hybrid_cases import Record, trainer
 
-STEPS = 8
+STEPS = 4
 TABLES: dict[str, Any] = {"lr": 0.1, "sharding": "table_wise"}
 
 
@@ -49,11 +49,11 @@ class Positioned:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         torch.rand(())  # as any loader does for its workers
+        self.position %= STEPS
         while self.position < STEPS:
             self.position += 1
             first = 8 * self.position + self.rank * 8 // self.world
             yield collate([sample(first + i) for i in range(8 // self.world)])
-        self.position = 0
 
     def state_dict(self) -> dict[str, Any]:
         """Where it is; the number of ranks tells apart what is another rank's."""
@@ -122,10 +122,10 @@ def fit(folder: Path, model: Any = None, data: Any = None, ckpt_path: Any = None
 def resumed(folder: Path) -> dict[str, Any]:
     """Two epochs saved beside the training, and resumed from the middle of the first and from its end."""
     saves = folder / "resumed"
-    keep = ModelCheckpoint(saves, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    keep = ModelCheckpoint(saves, filename="{step}", every_n_train_steps=2, save_top_k=-1)
     _, whole = fit(folder, callbacks=[keep], max_epochs=2, async_checkpoints=True)
     result: dict[str, Any] = {"whole": whole.weights, "names": sorted(file.name for file in saves.iterdir())}
-    for step in (3, STEPS):
+    for step in (2, STEPS):
         data = PositionedData()
         _, record = fit(folder, data=data, ckpt_path=saves / f"step={step}.ckpt", max_epochs=2)
         result[f"from_{step}"] = record.weights
@@ -137,7 +137,7 @@ def resumed(folder: Path) -> dict[str, Any]:
 def other_size(folder: Path) -> dict[str, Any]:
     """What was saved by two ranks, resumed by another number."""
     data = PositionedData()
-    run, record = fit(folder, data=data, ckpt_path=folder / "resumed" / "step=3.ckpt", max_steps=STEPS)
+    run, record = fit(folder, data=data, ckpt_path=folder / "resumed" / "step=2.ckpt", max_steps=STEPS)
     return {"data": data.seen, "draw": torch.rand(()).item(), "step": run.global_step, "losses": record.losses}
 
 
@@ -148,11 +148,11 @@ def failing(folder: Path) -> dict[str, Any]:
     last = os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1)
 
     def full(self: FileSystemWriter, *args: Any) -> Any:
-        if last and "step=4" in str(self.path):
+        if last and "step=2" in str(self.path):
             raise OSError("no space left on device")
         return write(self, *args)
 
-    keep = ModelCheckpoint(saves, filename="{step}", every_n_train_steps=2, save_top_k=1)
+    keep = ModelCheckpoint(saves, filename="{step}", every_n_train_steps=1, save_top_k=1)
     result = {}
     with mock.patch.object(FileSystemWriter, "write_data", full):
         try:
@@ -161,7 +161,7 @@ def failing(folder: Path) -> dict[str, Any]:
             result["message"] = str(error)
     dist.barrier()
     result["names"] = sorted(file.name for file in saves.iterdir())
-    run, _ = fit(folder, ckpt_path=saves / "step=2.ckpt", max_steps=3)
+    run, _ = fit(folder, ckpt_path=saves / "step=1.ckpt", max_steps=2)
     return {**result, "step": run.global_step}
 
 
@@ -169,7 +169,7 @@ def best(folder: Path) -> dict[str, Any]:
     """The two best of many, and the last one."""
     saves = folder / "best"
     keep = ModelCheckpoint(
-        saves, filename="{step}", monitor="train_loss", every_n_train_steps=1, save_top_k=2, save_last=True
+        saves, filename="{step}", monitor="train_loss", every_n_train_steps=5, save_top_k=2, save_last=True
     )
     run, record = fit(folder, model=LitDLRM(), data=ClickData(), callbacks=[keep], async_checkpoints=True)
     names = sorted(file.name for file in saves.iterdir())
@@ -243,12 +243,12 @@ class Signal(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """The first rank is asked before the step."""
-        if batch_idx == 3 and trainer.global_rank == 0:
+        if batch_idx == 1 and trainer.global_rank == 0:
             signal.raise_signal(signal.SIGUSR1)
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
         """The others in the middle of it."""
-        if trainer.global_step == 3 and trainer.global_rank > 0:
+        if trainer.global_step == 1 and trainer.global_rank > 0:
             signal.raise_signal(signal.SIGUSR1)
 
 
@@ -263,6 +263,7 @@ def requeued(folder: Path) -> dict[str, Any]:
     job = {
         "SLURM_JOB_ID": "7",
         "SLURM_NTASKS": os.environ["WORLD_SIZE"],
+        "SLURM_NTASKS_PER_NODE": os.environ["WORLD_SIZE"],
         "SLURM_PROCID": os.environ["RANK"],
         "SLURM_LOCALID": os.environ["LOCAL_RANK"],
         "SLURM_NODEID": "0",
@@ -286,7 +287,7 @@ def damaged(folder: Path) -> dict[str, Any]:
     """Messages about checkpoints with parts that are missing, short or wrong."""
     import shutil
 
-    good = folder / "resumed" / "step=3.ckpt"
+    good = folder / "resumed" / "step=2.ckpt"
     first = os.environ["RANK"] == "0"
     messages = {}
     for name in ("short", "no_rank_file", "no_manifest", "wrong_meta", "a_file"):

@@ -24,7 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_gem.models import GEM, ExpertsConfig, GEMConfig, GEMModule
 from lightning_gem.models.experts import WukongExperts
-from lightning_gem.strategies import HybridShardedStrategy, TableConfig, checkpoint
+from lightning_gem.strategies import HybridShardedStrategy, TableConfig, checkpoint_files
 from lightning_gem.strategies.checkpoint import full_state_dict
 from lightning_gem.strategies.experts import shard_experts
 from lightning_gem.strategies.mesh import build_meshes, resolve_axes
@@ -458,13 +458,13 @@ def interrupted(folder: Path) -> dict[str, Any]:
     before = full_state_dict(run.lightning_module, strategy.tables)
     run = trainer(folder, HybridShardedStrategy(), max_steps=4)
     run.fit(LitDLRM(), ClickData(), ckpt_path=str(path))
-    with mock.patch.object(checkpoint, "_flush", side_effect=OSError("killed")), contextlib.suppress(OSError):
+    with mock.patch.object(checkpoint_files, "flush", side_effect=OSError("killed")), contextlib.suppress(RuntimeError):
         run.save_checkpoint(path)
     strategy = HybridShardedStrategy()
     run = trainer(folder, strategy)
     run.validate(LitDLRM(), ClickData(), ckpt_path=str(path), verbose=False)
     first = {"before": before, "weights": full_state_dict(run.lightning_module, strategy.tables)}
-    names = sorted(file.name for file in folder.iterdir() if "again" in file.name)
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("again*"))
     return {**first, "names": names}
 
 

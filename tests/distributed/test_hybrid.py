@@ -154,7 +154,7 @@ def test_id_outside_of_its_table_stops(results: Results) -> None:
 def test_interrupted_save_keeps_the_old_checkpoint(results: Results) -> None:
     (rank,) = results(1, "interrupted")
     compare_weights([rank], {"weights": rank["before"]})
-    assert rank["names"] == [".again.ckpt.partial", "again.ckpt"]
+    assert rank["names"] == [".saving/again.ckpt", "again.ckpt"]
 
 
 def test_a_killed_rank_is_named_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
