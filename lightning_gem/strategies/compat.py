@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_process_group_backend,
@@ -23,13 +24,19 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.remote_device import _remote_device as remote_device
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torchrec.distributed.shard import _shard_modules as shard_modules  # the public one refuses absent tables
 
+# Names that newer versions have given to the same functions.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 __all__ = [
+    "all_gather_single",
     "SubprocessScriptLauncher",
     "apply_optimizer_in_backward",
     "default_process_group_backend",
@@ -41,6 +48,9 @@ __all__ = [
     "init_process_group",
     "move_placement",
     "placement_rank",
+    "process_group_allocates",
+    "reduce_scatter_single",
+    "symmetric_memory",
     "optimizers_to_device",
     "reduce_over_ranks",
     "remote_device",
@@ -94,3 +104,18 @@ def exchange_names(first: os.PathLike[str], second: os.PathLike[str]) -> bool:
         return False
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
+def symmetric_memory() -> Any:
+    """The module of symmetric memory; None if it lacks what is needed."""
+    try:
+        import torch.distributed._symmetric_memory as module
+    except ImportError:
+        return None
+    complete = all(hasattr(module, name) for name in ("set_backend", "get_mem_pool", "rendezvous"))
+    return module if complete else None
+
+
+def process_group_allocates() -> bool:
+    """Whether FSDP2 can take its buffers from the process group's allocator."""
+    return hasattr(FSDPModule, "set_allocate_memory_from_process_group_for_comm")

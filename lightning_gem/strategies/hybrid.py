@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gem.strategies import checkpoint as checkpoints
-from lightning_gem.strategies import processes, steps
+from lightning_gem.strategies import collectives, processes, steps
 from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
 from lightning_gem.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_gem.strategies.checks import check_trainer
@@ -71,6 +71,8 @@ class HybridShardedStrategy(CheckpointHooks):
             one before, and so does the end of the training; a failure stops all ranks in their next step.
         grow_tables: Load checkpoints whose tables have fewer rows; the new rows keep their fresh values.
         weights: File to start from, as ``lightning_gem.strategies.export`` writes it.
+        sm_free_collectives: Gather dense parameters by copy engines and symmetric memory (NCCL 2.28, CUDA): ``auto``
+            where there is such a thing, ``require`` or an error.
         process_group_backend: ``nccl`` or ``gloo``; by device when not given.
         timeout_seconds: Time after which a collective fails.
     """
@@ -102,6 +104,7 @@ class HybridShardedStrategy(CheckpointHooks):
         async_checkpoints: bool = False,
         grow_tables: bool = False,
         weights: str | None = None,
+        sm_free_collectives: Literal["off", "auto", "require"] = "off",
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -123,6 +126,7 @@ class HybridShardedStrategy(CheckpointHooks):
         self.meta_init = meta_init
         self.loss_weighting: Literal["samples", "ranks"] = loss_weighting
         self.nonfinite_loss = nonfinite_loss
+        self.sm_free_collectives: collectives.Mode = sm_free_collectives
         self.process_group_backend = process_group_backend
         if self.table_config.sync_interval < 1:
             raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
@@ -175,6 +179,13 @@ class HybridShardedStrategy(CheckpointHooks):
         axes = resolve_axes(self.world_size, self._ranks_of_host, **self.sizes)
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
+        means = collectives.choose(
+            self.sm_free_collectives, collectives.offered(self.root_device, self.process_group_backend)
+        )
+        collectives.prepare(means.means)
+        self.dense_config.means = means.means
+        if self.sm_free_collectives != "off":
+            rank_zero_info(f"hybrid_sharded: {means.means} collectives ({means.reason})")
         processes.start_processes(self.cluster_environment, self.process_group_backend, self.root_device, self.timeout)
         if self.meshes is None or self.meshes.axes != axes:
             self.meshes = build_meshes(axes, self.root_device.type)
