@@ -70,11 +70,11 @@ def test_safetensors_round_trip(tmp_path: Path) -> None:
     for name, value in tensors.items():
         assert loaded[name].dtype == value.dtype
         assert torch.equal(loaded[name].double(), value.double())
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="shorter than its header says"):
-        path.write_bytes(path.read_bytes()[:-1])
         map_tensors(path)
+    path.write_bytes(b"something else entirely")
     with pytest.raises(ValueError, match="not a safetensors file"):
-        path.write_bytes(b"something else entirely")
         map_tensors(path)
     with pytest.raises(ValueError, match="complex64, which the safetensors format does not have"):
         create(path, {"x": (torch.complex64, (1,))})
