@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_gem.strategies import checkpoint as checkpoints
 from lightning_gem.strategies import processes
 from lightning_gem.strategies.background import BackgroundSaver
+from lightning_gem.strategies.compat import RESUME_END
 from lightning_gem.strategies.embeddings import ShardedTables
 from lightning_gem.strategies.rank_state import restore_streams
 from lightning_gem.strategies.requeue import Requeue, StepEnd
@@ -167,8 +168,7 @@ class CheckpointHooks(ParallelStrategy):
         return processes.agree_on_path(path)
 
     def _agree_if_nothing_loads(self, barrier: str | None) -> None:
-        """Lightning passes the barrier of this name in every run, after loading or instead of it."""
-        if barrier == "_CheckpointConnector.resume_end":
+        if barrier == RESUME_END:
             self._agree_on_path(None)
 
     def load_checkpoint(

@@ -35,9 +35,13 @@ from torchrec.distributed.shard import _shard_modules as shard_modules  # the pu
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
+# Lightning passes a barrier of this name in every run, after loading a checkpoint or instead of it.
+RESUME_END = "_CheckpointConnector.resume_end"
+
 __all__ = [
-    "all_gather_single",
+    "RESUME_END",
     "SubprocessScriptLauncher",
+    "all_gather_single",
     "apply_optimizer_in_backward",
     "default_process_group_backend",
     "default_store",
@@ -47,16 +51,16 @@ __all__ = [
     "in_backward_optimizers",
     "init_process_group",
     "move_placement",
+    "optimizers_to_device",
     "placement_rank",
     "process_group_allocates",
-    "reduce_scatter_single",
-    "symmetric_memory",
-    "optimizers_to_device",
     "reduce_over_ranks",
+    "reduce_scatter_single",
     "remote_device",
     "reparametrize",
     "reset_seed",
     "shard_modules",
+    "symmetric_memory",
     "unflatten_mesh",
 ]
 
