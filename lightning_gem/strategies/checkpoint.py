@@ -28,7 +28,7 @@ from lightning_gem.strategies.background import BackgroundSaver, StagedPlanner, 
 from lightning_gem.strategies.embeddings import ShardedTables, local_shards
 from lightning_gem.strategies.processes import raise_together
 from lightning_gem.strategies.rank_state import rank_state, restore_rank
-from lightning_gem.strategies.regions import RegionPlanner, is_grown, saved_rows
+from lightning_gem.strategies.regions import RegionPlanner, Repartition, has_other_parts, is_grown, saved_rows
 from lightning_gem.strategies.safetensors import SafetensorsReader
 
 RANDOM = "random_streams"
@@ -161,6 +161,7 @@ def load(
     own = {f"model.{key}": value for key, value in module.state_dict().items() if _is_tensor(value)}
     wanted = dict(own)
     grown: set[str] = set()
+    parts: dict[str, Repartition] = {}
     if grow_tables and tables is not None:
         grown = {key for key in (f"model.{name}" for name in tables.state()) if is_grown(key, saved, own, key)}
     problems = [_difference(saved, own, "model.", grown)]
@@ -171,11 +172,13 @@ def load(
         prefix = f"optimizer.{i}."
         if tables is not None and whole is not dense:
             state = {f"{prefix}tables.{key}": value for key, value in tables.optimizer_state().items()}
-            for key in state if grow_tables else ():
+            for key, value in state.items():
                 table = "model." + key[len(f"{prefix}tables.") :].rpartition(".")[0]
-                if is_grown(key, saved, {**own, **state}, table):
+                if grow_tables and is_grown(key, saved, {**own, **state}, table):
                     grown.add(key)
-            problems.append(_difference(saved, state, f"{prefix}tables.", grown))
+                elif has_other_parts(key, saved, {**own, **state}, table):
+                    parts[key] = Repartition(value, saved[key].size[0], own[table].shape[0])
+            problems.append(_difference(saved, state, f"{prefix}tables.", {*grown, *parts}))
             wanted.update(state)
         for key, metadata in saved.items():
             if key.startswith(f"{prefix}dense."):
@@ -194,6 +197,9 @@ def load(
     problem = next((problem for problem in problems if problem), None)
     raise_together(ValueError(f"{path} is a checkpoint of another model or optimizer: {problem}") if problem else None)
     regions = {key: saved_rows(wanted.pop(key), saved[key]) for key in grown}
+    for key, part in parts.items():
+        del wanted[key]
+        regions[key] = part.regions
     names = sorted({key[len("model.") :] for key in own if key in grown})
     if names:
         rank_zero_info(
@@ -205,6 +211,8 @@ def load(
     except dcp.CheckpointException as failure:
         error = ValueError(f"{path} is damaged: {explain(failure)}")
     raise_together(error)
+    for part in parts.values():
+        part.finish()
     for dense, parameter, kind, value in fresh:
         dense.state[parameter][kind] = value
     for optimizer, groups in zip(optimizers, rest.pop("optimizer_groups", []), strict=False):
@@ -236,7 +244,7 @@ def _open(path: Path) -> tuple[StorageReader, dict[str, Any], dict[str, Any], di
     return found
 
 
-def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str, grown: set[str]) -> str | None:
+def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str, converted: set[str]) -> str | None:
     """The first difference of names and shapes under a prefix; collective, for a rank may hold only some of them."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, set(own))
@@ -248,7 +256,7 @@ def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str, grown: 
         return f"it has {min(names - needed)}, which this model lacks ({len(names - needed)} such entries)"
     for key, value in own.items():
         before, now = tuple(saved[key].size), tuple(value.shape)
-        if before != now and key not in grown:
+        if before != now and key not in converted:
             if key.startswith("model.") and len(now) == 2 and before[1:] == now[1:]:
                 hint = (
                     ". For a table that is num_embeddings: set the old number, start from scratch, or (for more rows)"
@@ -257,10 +265,7 @@ def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str, grown: 
             elif key.startswith("model."):
                 hint = ": set the old size, or start from scratch"
             else:
-                hint = (
-                    ": row-wise AdaGrad keeps a state per part of a table that is split by columns, so split it as "
-                    "before, or set tables.per_table to row_wise for a table that was never split by columns"
-                )
+                hint = ": use the table optimizer that it was saved with"
             return f"{key} has shape {before} in it and {now} in this model{hint}"
     return None
 

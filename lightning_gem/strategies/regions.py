@@ -72,3 +72,50 @@ def saved_rows(value: Any, saved: Any) -> list[tuple[Tensor, tuple[int, ...]]]:
         for shard, offset in local_shards(value)
         if offset[0] < rows
     ]
+
+
+class Repartition:
+    """A state with one entry a row and part of a table, from other parts than before.
+
+    Row-wise AdaGrad keeps the mean over the columns of squared gradients, for every part of a table that is split by
+    columns. What a new part gets is the mean of the old parts' means, weighted by the columns that they share with it:
+    exact where old parts are joined, the old mean where they are split.
+
+    Args:
+        value: State of this model, sharded.
+        saved_rows: Entries of the saved state.
+        rows: Rows of the table.
+    """
+
+    def __init__(self, value: Any, saved_rows: int, rows: int) -> None:
+        old, new = saved_rows // rows, value.shape[0] // rows
+        self.regions: list[tuple[Tensor, tuple[int, ...]]] = []
+        self._targets: list[tuple[Tensor, list[Tensor], list[float]]] = []
+        for shard, (offset, *rest) in local_shards(value):
+            part, row = divmod(offset, rows)
+            # In units of 1 / (old * new) of the columns.
+            shares = [max(0, min((part + 1) * old, (j + 1) * new) - max(part * old, j * new)) for j in range(old)]
+            used = [j for j, share in enumerate(shares) if share]
+            buffers = [torch.empty_like(shard) for _ in used]
+            self.regions += [(buffer, (j * rows + row, *rest)) for buffer, j in zip(buffers, used, strict=True)]
+            self._targets.append((shard, buffers, [shares[j] / old for j in used]))
+
+    def finish(self) -> None:
+        """Joins what has been loaded."""
+        for shard, buffers, weights in self._targets:
+            weighted = [weight * buffer for weight, buffer in zip(weights, buffers, strict=True)]
+            shard.copy_(torch.stack(weighted).sum(dim=0))
+
+
+def has_other_parts(key: str, saved: dict[str, Any], own: dict[str, Any], table: str) -> bool:
+    """Whether a state has another number of entries a row than before, of a table with as many rows as before."""
+    if any(name not in there for name in (key, table) for there in (saved, own)):
+        return False
+    before, now, rows = tuple(saved[key].size), tuple(own[key].shape), own[table].shape[0]
+    return (
+        bool(now)
+        and before[0] != now[0]
+        and before[1:] == now[1:]
+        and saved[table].size[0] == rows
+        and before[0] % rows == 0 == now[0] % rows
+    )

@@ -214,6 +214,35 @@ def grown(folder: Path) -> dict[str, Any]:
     return result
 
 
+def _states(own: HybridShardedStrategy) -> dict[str, torch.Tensor]:
+    """Whole states of the tables' optimizers."""
+    assert own.tables is not None
+    shapes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(shapes, {name: tuple(value.shape) for name, value in own.tables.optimizer_state().items()})
+    whole = {name: torch.zeros(shape) for shape_of in shapes for name, shape in sorted(shape_of.items())}
+    for name, value in own.tables.optimizer_state().items():
+        for shard, (row, *_) in local_shards(value):
+            whole[name][row : row + len(shard)] = shard
+    for name in sorted(whole):
+        dist.all_reduce(whole[name])
+    return {name: value for name, value in whole.items() if name.endswith("momentum1")}
+
+
+def repartitioned(folder: Path) -> dict[str, Any]:
+    """Row-wise AdaGrad of tables in two column parts, loaded into whole tables, and back."""
+    states = []
+    path = None
+    for i, kind in enumerate(("column_wise", "row_wise", "column_wise")):
+        seed_everything(0, verbose=False)
+        own = strategy(tables=TableConfig(lr=0.1, sharding=kind))  # type: ignore[arg-type]
+        run = trainer(folder, own, max_steps=3)
+        run.fit(LitDLRM(dense_lr=0.01), ClickData(), ckpt_path=path)
+        states.append(_states(own))
+        path = str(folder / f"parts_{i}.ckpt")
+        run.save_checkpoint(path)
+    return {"states": states}
+
+
 def exported(folder: Path) -> dict[str, Any]:
     """To one file and back: as the weights to start from, and to validate."""
     file = folder / "weights.safetensors"
@@ -355,6 +384,7 @@ CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "best": best,
     "disagreeing": disagreeing,
     "grown": grown,
+    "repartitioned": repartitioned,
     "exported": exported,
     "requeued": requeued,
     "damaged": damaged,

@@ -12,7 +12,7 @@ from lightning_gem.strategies.safetensors import map_tensors
 from tests.distributed.ranks import run_ranks
 
 CASES = "tests.distributed.checkpoint_cases"
-TWO = ["resumed", "failing", "best", "disagreeing", "grown", "exported", "requeued", "damaged"]
+TWO = ["resumed", "failing", "best", "disagreeing", "grown", "repartitioned", "exported", "requeued", "damaged"]
 
 Results = Callable[[str], list[dict[str, Any]]]
 
@@ -87,6 +87,17 @@ def test_rows_that_a_table_has_gained(results: Results) -> None:
             assert torch.equal(after[20:], fresh[20:])
             assert (state[20:] == 0).all()
             assert (state[:20] > 0).any()
+
+
+def test_states_of_column_parts_are_joined_and_split(results: Results) -> None:
+    for result in results("repartitioned"):
+        parts, whole, again = result["states"]
+        assert set(parts) == set(whole) == set(again)
+        for name, value in whole.items():
+            two = parts[name].view(2, len(value))
+            assert (value > 0).any()
+            torch.testing.assert_close(value, two.mean(dim=0), rtol=0, atol=1e-8)
+            torch.testing.assert_close(again[name].view(2, len(value)), torch.stack([value, value]), rtol=0, atol=0)
 
 
 def test_one_file_and_back(results: Results, folder: Path) -> None:
