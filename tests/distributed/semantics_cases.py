@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -12,10 +13,14 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
+from lightning_gem.models import GEM, ExpertsConfig, GEMConfig, GEMModule
 from lightning_gem.strategies import HybridShardedStrategy, TableConfig, collectives
+from lightning_gem.strategies.checkpoint import full_state_dict
 from lightning_gem.strategies.collectives import Offer
+from lightning_gem.strategies.export import export
 from tests.distributed.foreign import ClickData, LitDLRM
 from tests.distributed.hybrid_cases import OnlyDense, Record, gem, trainer
+from tests.helpers import ToyData
 
 
 class Ledger:
@@ -55,6 +60,40 @@ def symmetric(folder: Path) -> dict[str, Any]:
         worst = max(float((own["weights"][key] - value).abs().max()) for key, value in plain["weights"].items())
         result[name] = {"worst": worst, "registered": len(ledger.registered), "policy": policy}
     return result
+
+
+def expert_layouts(folder: Path) -> dict[str, Any]:
+    """GEM whose experts lie on two ranks, in a checkpoint and in one file, with whole experts everywhere afterwards."""
+
+    def build() -> Any:
+        data = ToyData(num_rows=16, batch_size=4)
+        config = GEMConfig(width=16, experts=ExpertsConfig(num_experts=4, hidden=16), num_context_tokens=8)
+        module = GEMModule(
+            data.schema, network=partial(GEM, config=config), optimizer=partial(torch.optim.AdamW, lr=0.1)
+        )
+        return module, data
+
+    seed_everything(0)
+    first = HybridShardedStrategy(expert=2, timeout_seconds=60)
+    run = trainer(folder, first, max_steps=2)
+    run.fit(*build())
+    run.save_checkpoint(folder / "experts.ckpt")
+    saved = full_state_dict(run.lightning_module, first.tables)
+    if run.global_rank == 0:
+        export(folder / "experts.ckpt", folder / "experts.safetensors")
+    dist.barrier()
+    worst = []
+    for expert, path in ((1, "experts.ckpt"), (1, "experts.safetensors"), (2, "experts.safetensors")):
+        other = HybridShardedStrategy(expert=expert, timeout_seconds=60)
+        run = trainer(folder, other)
+        run.validate(*build(), ckpt_path=str(folder / path), verbose=False)
+        loaded = full_state_dict(run.lightning_module, other.tables)
+        assert set(loaded) == set(saved)
+        names = [name for name in saved if name.startswith("network.")]
+        worst.append(max(float((loaded[name] - saved[name]).abs().max()) for name in names))
+    again = trainer(folder, HybridShardedStrategy(expert=1, timeout_seconds=60), max_steps=3)
+    again.fit(*build(), ckpt_path=str(folder / "experts.ckpt"))
+    return {"worst": worst, "step": again.global_step}
 
 
 def stopping(folder: Path) -> dict[str, Any]:
@@ -114,6 +153,7 @@ def schedules(folder: Path) -> dict[str, Any]:
 
 CASES: dict[str, Callable[[Path], dict[str, Any]]] = {
     "symmetric": symmetric,
+    "expert_layouts": expert_layouts,
     "stopping": stopping,
     "by_value": by_value,
     "schedules": schedules,

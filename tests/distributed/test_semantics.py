@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed import semantics_cases
 from tests.distributed.ranks import run_ranks
-from tests.distributed.semantics_cases import by_value
 
 CASES = "tests.distributed.semantics_cases"
 
@@ -23,7 +23,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
 
     def get(case: str) -> list[dict[str, Any]]:
         if not done:
-            done.update(run_ranks(2, CASES, ["symmetric", "stopping", "by_value", "schedules"], folder))
+            done.update(
+                run_ranks(2, CASES, ["symmetric", "expert_layouts", "stopping", "by_value", "schedules"], folder)
+            )
         return done[case]
 
     return get
@@ -38,13 +40,18 @@ def test_symmetric_memory_changes_no_result(results: Results) -> None:
         assert 0 < result["experts"]["registered"] < result["dense"]["registered"]
 
 
+def test_experts_load_under_another_layout(results: Results) -> None:
+    for result in results("expert_layouts"):
+        assert result == {"worst": [0, 0, 0], "step": 3}
+
+
 def test_early_stopping_and_limits(results: Results) -> None:
     for result in results("stopping"):
         assert result == {"epochs": 2, "number": 3, "fast": 2, "interval": 8}
 
 
 def test_clipping_by_value(results: Results, tmp_path: Path) -> None:
-    one = by_value(tmp_path)["weights"]
+    one = semantics_cases.by_value(tmp_path)["weights"]
     for result in results("by_value"):
         for name, value in one.items():
             torch.testing.assert_close(result["weights"][name], value, rtol=0, atol=1e-5)

@@ -12,6 +12,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch import Trainer
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torchrec.distributed import batched_embedding_kernel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
@@ -120,6 +123,28 @@ def seeded(folder: Path) -> None:
     compat.reset_seed()
 
 
+def lookups(folder: Path) -> None:
+    plan = construct_module_sharding_plan(
+        _tables(), {"t": table_wise(rank=0)}, local_size=1, world_size=1, device_type="cpu"
+    )
+    module = nn.ModuleDict({"tables": _tables()})
+    environment = ShardingEnv.from_process_group(dist.group.WORLD)
+    compat.shard_modules(module, env=environment, device=torch.device("cpu"), plan=ShardingPlan({"tables": plan}))
+    found = compat.table_lookups(module["tables"])
+    assert len(found) == 1
+    assert not compat.is_resharded(found[0])
+    compat.gather_fully_sharded(found[0])
+    kernels = [kind for kind in vars(batched_embedding_kernel).values() if hasattr(kind, "_all_gather_table_weights")]
+    assert any("weights_sharded" in inspect.getsource(kind) for kind in kernels)
+
+
+def versions(folder: Path) -> None:
+    tensor = torch.zeros(1)
+    before = compat.version_of(tensor)
+    tensor.add_(1)
+    assert compat.version_of(tensor) == before + 1
+
+
 def sharded(folder: Path) -> None:
     assert {"module", "env", "device", "plan", "sharders"} <= set(inspect.signature(compat.shard_modules).parameters)
 
@@ -145,7 +170,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "distributed_is_initialized": initialized,
     "exchange_names": exchange,
     "in_backward_optimizers": in_backward,
+    "gather_fully_sharded": lookups,
     "init_process_group": initialized,
+    "is_resharded": lookups,
     "move_placement": placement,
     "optimizers_to_device": to_device,
     "placement_rank": placement,
@@ -157,7 +184,9 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "reset_seed": seeded,
     "shard_modules": sharded,
     "symmetric_memory": memory,
+    "table_lookups": lookups,
     "unflatten_mesh": unflattened,
+    "version_of": versions,
 }
 
 
