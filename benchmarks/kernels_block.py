@@ -29,6 +29,7 @@ from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
 HEADS, DIM = 4, 128
 SAMPLE = 8  # sequences of which errors are measured
+ROOT = Path(__file__).parents[1]
 MARK = "ours"
 
 
@@ -236,7 +237,7 @@ def copy_rate(clock: Clock, rounds: int) -> float:
 def main() -> None:
     """Prints the table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--flex", action="store_true", help="also compile FlexAttention (slow to start)")
     parser.add_argument("--cases", nargs="*", default=[case.name for case in CASES])
@@ -257,12 +258,15 @@ def main() -> None:
             f"{row['case']:<36} {row['direction']:<8} {row['candidate']:<22} {row['ms']:8.3f} ms "
             f"{row['tflops']:7.1f} TFLOP/s  {row['floor_share']:6.1%} of the floor  error {row['error']:.1e}"
         )
-    if args.out is not None:
-        with args.out.open("w", newline="") as file:
-            file.write(f"# {datetime.date.today()}, {about}\n# python benchmarks/kernels_block.py\n")
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
+    args.output.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name().split()[-1].lower()
+    path = args.output / f"{datetime.date.today()}_kernels_block_{device}.csv"
+    with path.open("w", newline="") as file:
+        file.write(f"# {datetime.date.today()}, {about}\n# python -m benchmarks.kernels_block\n")
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()} for row in rows)
+    print(path)
 
 
 if __name__ == "__main__":

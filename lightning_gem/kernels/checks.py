@@ -10,7 +10,9 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Casts to the autocast dtype where autocast is on, as ``scaled_dot_product_attention`` does; float64 stays."""
     device_type = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+    # torch.compile of torch 2.11 cannot trace the first question, and traces no device on which it matters.
+    available = torch.compiler.is_compiling() or torch.amp.is_autocast_available(device_type)
+    if not available or not torch.is_autocast_enabled(device_type):
         return tensors
     dtype = torch.get_autocast_dtype(device_type)
     return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

@@ -70,7 +70,7 @@ def cases() -> list[tuple[str, Any, dict[str, int], dict[str, Any]]]:
                 f"few queries, all gradients {name}",
                 attention_backward_short_query,
                 {},
-                {"HEADS": 4, "BROADCAST": True, **chosen, "STAGES": 2},
+                {"HEADS": 4, "BROADCAST": True, **chosen, "STAGES": 3},
             ),
         ]
     small = {**SELF, **FULL, "ACTIVATION": "silu", "D": 64, "BLOCK_M": 128, "BLOCK_N": 64, "STAGES": 3}

@@ -106,6 +106,8 @@ def test_activations(activation):
         (80, 48, torch.bfloat16, 4),
         (96, 96, torch.float16, 1),
         (8, 256, torch.bfloat16, 4),
+        (128, 16, torch.bfloat16, 1),
+        (64, 32, torch.bfloat16, 4),
         (256, 256, torch.bfloat16, 4),
         (64, 64, torch.float32, 2),
         (256, 40, torch.float32, 4),

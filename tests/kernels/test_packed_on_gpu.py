@@ -55,6 +55,8 @@ def test_activations(activation):
         (128, 128, torch.bfloat16, 4, 32),
         (64, 40, torch.bfloat16, 4, 64),
         (128, 16, torch.bfloat16, 1, 20),
+        (64, 32, torch.bfloat16, 4, 20),
+        (16, 128, torch.bfloat16, 4, 20),
         (64, 64, torch.float32, 2, 32),
         (128, 40, torch.float32, 4, 9),
     ],

@@ -43,8 +43,7 @@ def choose(
     if backend == "reference":
         return "reference"
     reason = _why_not_triton(query, value)
-    # These two run on request only, until their accuracy suites have passed on a device.
-    if backend == "packed" and self_attention and reason is None:
+    if backend in ("auto", "packed") and self_attention and reason is None:
         from lightning_gem.kernels.attention import packed
 
         if packed.supports(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias):
@@ -53,7 +52,7 @@ def choose(
         raise ValueError(
             "backend 'packed' is for self-attention over short sequences of known max_seqlen_q on a GPU: use 'auto'"
         )
-    if backend == "hopper" and query.is_cuda:
+    if backend in ("auto", "hopper") and query.is_cuda:
         from lightning_gem.kernels.attention import hopper
 
         if hopper.supports(spec, query, key, value, max_seqlen_q, max_seqlen_k, attn_bias):

@@ -243,7 +243,7 @@ def _key_item(
     shift = length_k - length_q
     low, high = 0, length_q
     if HAS_RIGHT:
-        low = gl.maximum(row - shift - window_right, 0)
+        low = gl.maximum(row - shift - window_right, 0) & -4  # row statistics are copied from multiples of 16 bytes
     if HAS_LEFT:
         high = gl.minimum(gl.minimum(row + BLOCK_N, length_k) - shift + window_left, length_q)
     tiles = gl.maximum(gl.cdiv(high - low, BLOCK_M), 0)

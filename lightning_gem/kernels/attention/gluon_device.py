@@ -86,8 +86,8 @@ def init_barriers(barriers, count: gl.constexpr, arrivals: gl.constexpr):
 
 @gluon.jit
 def stats_start(start, sequence):
-    """First entry of a sequence in the row statistics, which leave 128 padded entries behind every sequence."""
-    return start + sequence * 128
+    """First entry of a sequence in the row statistics (triton_row_stats), where the copy engine may start: 16 bytes."""
+    return (start & -4) + sequence * 132
 
 
 @gluon.jit

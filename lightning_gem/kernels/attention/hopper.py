@@ -125,7 +125,7 @@ def _few_queries(spec: AttentionSpec, query: Tensor, key: Tensor, max_seqlen_q: 
 
 
 def _short_query_stages(query: Tensor) -> int:
-    return 2 if query.shape[2] == 128 else 3
+    return 3 if query.shape[2] == 128 else 6
 
 
 def forward(
@@ -258,41 +258,33 @@ def backward(
         assert out is not None
         assert lse is not None
         stats = row_stats(out, grad_out, lse, grad_lse, offsets_q, schedules.queries(_BLOCK))
-    # Broadcast queries collect their gradient per sequence, and are summed in the end, in a fixed order.
-    grad_query = query.new_empty(rows, *query.shape[1:]) if needs_query else None
-    grad_key = key.new_empty(key.shape) if needs_key_value else None
-    grad_value = value.new_empty(value.shape) if needs_key_value else None
+    in_one_pass = needs_query and needs_key_value
+    all_keys = in_one_pass and _all_in_one_pass(spec, query, key, max_seqlen_k, sequences)
+    all_queries = in_one_pass and not all_keys and _few_queries(spec, query, key, max_seqlen_q, sequences)
+    # What is added up in the end, in a fixed order: two halves of the keys, and the sequences of broadcast queries.
+    partial = query.new_empty(2 if all_queries else 1, rows if needs_query else 0, *query.shape[1:])
+    grad_key, grad_value = (x.new_empty(x.shape if needs_key_value else (0,)) for x in (key, value))
     tensors = (query, key, value, grad_out)
-    if (
-        grad_query is not None
-        and grad_key is not None
-        and grad_value is not None
-        and _all_in_one_pass(spec, query, key, max_seqlen_k, sequences)
-    ):
-        _launch_all(spec, *tensors, grad_query, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
-    elif (
-        grad_query is not None
-        and grad_key is not None
-        and grad_value is not None
-        and _few_queries(spec, query, key, max_seqlen_q, sequences)
-    ):
-        partial = query.new_zeros(2, rows, *query.shape[1:])
+    if all_keys:
+        _launch_all(spec, *tensors, partial[0], grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
+    elif all_queries:
         _launch_few_queries(spec, *tensors, partial, grad_key, grad_value, stats, offsets_q, cu_seqlens_k)
-        grad_query = partial.sum(0)
     else:
-        if grad_query is not None:
-            _launch_query(spec, *tensors, grad_query, stats, offsets_q, cu_seqlens_k, schedules)
-        if grad_key is not None and grad_value is not None:
+        if needs_query:
+            _launch_query(spec, *tensors, partial[0], stats, offsets_q, cu_seqlens_k, schedules)
+        if needs_key_value:
             _launch_key_value(spec, *tensors, grad_key, grad_value, stats, offsets_q, cu_seqlens_k, schedules)
-    if grad_key is not None and grad_value is not None:
+    if needs_key_value:
         zero_slack_(grad_key.flatten(1), cu_seqlens_k)
         zero_slack_(grad_value.flatten(1), cu_seqlens_k)
-    if grad_query is not None:
-        if spec.broadcast_query:
-            grad_query = grad_query.unflatten(0, (sequences, seeds)).sum(0)
-        else:
-            zero_slack_(grad_query.flatten(1), offsets_q)
-    return grad_query, grad_key, grad_value
+    if not needs_query:
+        return None, grad_key if needs_key_value else None, grad_value if needs_key_value else None
+    if spec.broadcast_query:
+        grad_query = partial.unflatten(1, (sequences, seeds)).sum((0, 1))
+    else:
+        grad_query = partial.sum(0) if len(partial) > 1 else partial[0]
+        zero_slack_(grad_query.flatten(1), offsets_q)
+    return grad_query, grad_key if needs_key_value else None, grad_value if needs_key_value else None
 
 
 def _launch_all(
@@ -464,23 +456,42 @@ def _segments(x: Tensor, block_rows: int, columns: int | None = None) -> Any:
         block_rows: Rows of one copy.
         columns: Columns of one copy; None is ``dim``.
     """
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     _, heads, dim = x.shape
-    block = [1, 1, block_rows, dim if columns is None else columns]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.dtype == torch.bfloat16 else gl.float16)
+    block, layout = _block(block_rows, dim if columns is None else columns, x.dtype)
     shape = [0x7FFF0000, 0x7FFF0000, _ROW_LIMIT, heads * dim]
     stride = x.stride(0)
-    return TensorDescriptor(x, shape, [2**34 - stride, stride, stride, 1], block, layout)
+    return _descriptor(x, shape, [2**34 - stride, stride, stride, 1], block, layout)
+
+
+def _descriptor(x: Tensor, shape: list[int], strides: list[int], block: list[int], layout: Any) -> Any:
+    """A descriptor without the checks of its constructor, which take longer than a launch: ``supports`` made them."""
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = x, shape, strides
+    descriptor.block_shape, descriptor.layout, descriptor.padding = block, layout, "zero"
+    return descriptor
+
+
+@lru_cache
+def _block(rows: int, columns: int, dtype: torch.dtype) -> tuple[list[int], Any]:
+    """Shape of a copy and its layout in shared memory, which take as long to make as a launch."""
+    from triton.experimental.gluon import language as gl
+
+    block = [1, 1, rows, columns]
+    return block, gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+
+
+@lru_cache
+def _stats_layout() -> Any:
+    from triton.experimental.gluon import language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 def _stats_runs(stats: Tensor | None, run: int, like: Tensor) -> Any:
     """Describes the row statistics (2, H, entries) as (2 * H, entries), in runs; any tensor where there are none."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     if stats is None:
         stats = torch.empty(1, 1, run, dtype=torch.float32, device=like.device)
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor.from_tensor(stats.flatten(0, 1), [1, run], layout)
+    rows, entries = stats.shape[0] * stats.shape[1], stats.shape[2]
+    return _descriptor(stats, [rows, entries], [entries, 1], [1, run], _stats_layout())

@@ -7,9 +7,11 @@ from torch import Tensor
 
 from lightning_gem.kernels.schedule import TileSchedule
 
-# Every sequence is followed by this many entries that stand for queries which see nothing, so that kernels read whole
-# tiles without masks (gluon_device.stats_start).
+# Every sequence is followed by 128 entries that stand for queries which see nothing, so that kernels read whole tiles
+# without masks, and starts at a multiple of 16 bytes: a copy from elsewhere is an illegal instruction
+# (gluon_device.stats_start).
 PADDING = 128
+ALIGNMENT = 4
 _BLOCK = 64
 
 
@@ -27,7 +29,7 @@ def row_stats(
         schedule: Tiles of 128 rows.
     """
     rows, heads, dim = out.shape
-    entries = -(-(rows + PADDING * len(cu_seqlens)) // 4) * 4  # the copy engine wants rows of whole 16 bytes
+    entries = -(-rows // ALIGNMENT) * ALIGNMENT + (PADDING + ALIGNMENT) * len(cu_seqlens)
     stats = torch.empty(2, heads, entries, dtype=torch.float32, device=out.device)
     if grad_lse is not None:
         grad_lse = grad_lse.contiguous()
@@ -51,6 +53,7 @@ def row_stats(
         DIM=dim,
         BLOCK=_BLOCK,
         PADDING=PADDING,
+        ALIGNMENT=ALIGNMENT,
         HAS_GRAD_LSE=grad_lse is not None,
     )
     return stats
@@ -60,7 +63,8 @@ def row_stats(
 def _row_stats(
     out, grad_out, lse, grad_lse, stats, cu_seqlens, sequences, tiles, num_tiles,
     out_row, out_head, grad_row, grad_head, lse_head, stats_head,
-    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr, HAS_GRAD_LSE: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr, ALIGNMENT: tl.constexpr,
+    HAS_GRAD_LSE: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0) % HEADS
     item = tl.program_id(0) // HEADS
@@ -71,7 +75,8 @@ def _row_stats(
     length = (tl.load(cu_seqlens + sequence + 1) - start).to(tl.int32)
     first = tl.load(tiles + item) * 128
     columns = tl.arange(0, DIM)[None, :]
-    place = stats + head.to(tl.int64) * stats_head + start + sequence.to(tl.int64) * PADDING
+    place = stats + head.to(tl.int64) * stats_head + start // ALIGNMENT * ALIGNMENT
+    place += sequence.to(tl.int64) * (PADDING + ALIGNMENT)
     for half in tl.static_range(128 // BLOCK):
         rows = first + half * BLOCK + tl.arange(0, BLOCK)
         real = rows < length

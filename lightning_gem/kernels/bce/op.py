@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.bce import reference
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.launch import interpreted, runs_triton
 
 _MAX_DIM, _MAX_TASKS = 1024, 64
@@ -100,7 +101,7 @@ def _check(
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}: one pass needs to know its gradient")
 
 
-@torch.library.custom_op("lightning_gem::linear_bce", mutates_args=())
+@custom_op("linear_bce")
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -134,7 +135,7 @@ def _forward(
     )
 
 
-@_forward.register_fake
+@register_fake(_forward)
 def _(
     x: Tensor,
     weight: Tensor,
@@ -199,7 +200,7 @@ def _autograd(ctx: Any, grad: Tensor | None, *_: Tensor | None) -> tuple[Tensor 
     )
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_autograd(_forward, _autograd, _setup_context)
 
 
 @register_flop_formula(torch.ops.lightning_gem.linear_bce)

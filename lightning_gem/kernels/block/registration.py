@@ -10,6 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.attention.registration import no_second_derivative, nobody_watches
 from lightning_gem.kernels.block.reference import block_attention_bucketed
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.launch import interpreted, on_device
 from lightning_gem.kernels.pairs import block_pairs, causal_block_pairs
 
@@ -63,7 +64,7 @@ def runs_reference_directly(query: Tensor, value: Tensor, block_size: int, backe
     return choose(query, value, block_size, backend) == "reference" and nobody_watches(query)
 
 
-@torch.library.custom_op("lightning_gem::block_attention", mutates_args=())
+@custom_op("block_attention")
 def block_attention_op(
     query: Tensor,
     key: Tensor,
@@ -88,7 +89,7 @@ def block_attention_op(
         return triton_kernels.forward(*inputs)
 
 
-@torch.library.custom_op("lightning_gem::block_attention_backward", mutates_args=())
+@custom_op("block_attention_backward")
 def block_attention_backward_op(
     grad_out: Tensor,
     query: Tensor,
@@ -125,12 +126,12 @@ def _reference_gradients(
     return grad_query.contiguous(), grad_key.contiguous(), grad_value.contiguous()
 
 
-@block_attention_op.register_fake
+@register_fake(block_attention_op)
 def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> Tensor:
     return query.new_empty((query.shape[0], query.shape[1], value.shape[2]))
 
 
-@block_attention_backward_op.register_fake
+@register_fake(block_attention_backward_op)
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -145,8 +146,8 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Any, ...]:
     return (*gradients, *[None] * 9)
 
 
-block_attention_op.register_autograd(_backward, setup_context=_setup_context)
-block_attention_backward_op.register_autograd(no_second_derivative)
+register_autograd(block_attention_op, _backward, _setup_context)
+register_autograd(block_attention_backward_op, no_second_derivative)
 
 
 @register_flop_formula(torch.ops.lightning_gem.block_attention, get_raw=True)

@@ -16,6 +16,7 @@ from lightning_gem.kernels.attention.registration import (
     no_second_derivative,
 )
 from lightning_gem.kernels.attention.spec import AttentionSpec
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 
 
 def _spec(
@@ -44,7 +45,7 @@ def _spec(
     )
 
 
-@torch.library.custom_op("lightning_gem::gdpa", mutates_args=())
+@custom_op("gdpa")
 def forward_op(
     query: Tensor,
     key: Tensor,
@@ -85,12 +86,12 @@ def forward_op(
     return dispatch.forward(spec, query, key, value, *offsets, None, num_targets, schedules, backend)[0]
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     return fake_forward(_spec(args[4] is not None, *args[9:]), query, value, args[1])[0]
 
 
-@torch.library.custom_op("lightning_gem::gdpa_backward", mutates_args=())
+@custom_op("gdpa_backward")
 def backward_op(
     grad_out: Tensor,
     query: Tensor,
@@ -154,7 +155,7 @@ def backward_op(
     return grad_query, grad_key, grad_value
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _backward_fake(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, ...]:
     needs_query, needs_key_value = args[-2:]
     return fake_gradients((query, needs_query, query), (key, needs_key_value, query), (value, needs_key_value, query))
@@ -187,8 +188,8 @@ def _backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     )
 
 
-forward_op.register_autograd(_backward, setup_context=_setup_context)
-backward_op.register_autograd(no_second_derivative)
+register_autograd(forward_op, _backward, _setup_context)
+register_autograd(backward_op, no_second_derivative)
 
 
 @register_flop_formula(torch.ops.lightning_gem.gdpa, get_raw=True)

@@ -16,6 +16,7 @@ from lightning_gem.kernels.attention.registration import (
     no_second_derivative,
 )
 from lightning_gem.kernels.attention.spec import AttentionSpec
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 
 
 def _spec(
@@ -32,7 +33,7 @@ def _spec(
     )
 
 
-@torch.library.custom_op("lightning_gem::jagged_flash_attention", mutates_args=())
+@custom_op("jagged_flash_attention")
 def forward_op(
     query: Tensor,
     key: Tensor,
@@ -63,12 +64,12 @@ def forward_op(
     return out, lse
 
 
-@forward_op.register_fake
+@register_fake(forward_op)
 def _forward_fake(query: Tensor, key: Tensor, value: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return fake_forward(_spec(*args[9:]), query, value, args[1])
 
 
-@torch.library.custom_op("lightning_gem::jagged_flash_attention_backward", mutates_args=())
+@custom_op("jagged_flash_attention_backward")
 def backward_op(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -124,7 +125,7 @@ def backward_op(
     return grad_query, grad_key, grad_value, grad_bias
 
 
-@backward_op.register_fake
+@register_fake(backward_op)
 def _backward_fake(
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
@@ -177,8 +178,8 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tup
     )
 
 
-forward_op.register_autograd(_backward, setup_context=_setup_context)
-backward_op.register_autograd(no_second_derivative)
+register_autograd(forward_op, _backward, _setup_context)
+register_autograd(backward_op, no_second_derivative)
 
 
 @register_flop_formula(torch.ops.lightning_gem.jagged_flash_attention, get_raw=True)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.gate import reference
 from lightning_gem.kernels.launch import runs_triton
 
@@ -71,7 +72,7 @@ def _rows(x: Tensor) -> Tensor:
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
-@torch.library.custom_op("lightning_gem::gate", mutates_args=())
+@custom_op("gate")
 def _forward(value: Tensor, scores: Tensor, activation: str) -> Tensor:
     if not runs_triton(value):
         return reference.gate(value, scores, activation).contiguous()
@@ -83,12 +84,12 @@ def _forward(value: Tensor, scores: Tensor, activation: str) -> Tensor:
     return out
 
 
-@_forward.register_fake
+@register_fake(_forward)
 def _(value: Tensor, scores: Tensor, activation: str) -> Tensor:
     return torch.empty(value.shape, dtype=torch.promote_types(value.dtype, scores.dtype), device=value.device)
 
 
-@torch.library.custom_op("lightning_gem::gate_backward", mutates_args=())
+@custom_op("gate_backward")
 def _backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     if not runs_triton(value):
         return reference.gate_backward(grad_out, value, scores, activation)
@@ -102,13 +103,13 @@ def _backward(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) 
     return grad_value, grad_scores
 
 
-@_backward.register_fake
+@register_fake(_backward)
 def _(grad_out: Tensor, value: Tensor, scores: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     grad_value, grad_scores = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (value, scores))
     return grad_value, grad_scores
 
 
-@torch.library.custom_op("lightning_gem::packed_gate", mutates_args=())
+@custom_op("packed_gate")
 def _packed_forward(x: Tensor, activation: str) -> Tensor:
     if not runs_triton(x):
         value, scores = x.chunk(2, -1)
@@ -122,12 +123,12 @@ def _packed_forward(x: Tensor, activation: str) -> Tensor:
     return out
 
 
-@_packed_forward.register_fake
+@register_fake(_packed_forward)
 def _(x: Tensor, activation: str) -> Tensor:
     return torch.empty(*x.shape[:-1], x.shape[-1] // 2, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::packed_gate_backward", mutates_args=())
+@custom_op("packed_gate_backward")
 def _packed_backward(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     if not runs_triton(x):
         value, scores = x.chunk(2, -1)
@@ -142,7 +143,7 @@ def _packed_backward(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     return grad_x
 
 
-@_packed_backward.register_fake
+@register_fake(_packed_backward)
 def _(grad_out: Tensor, x: Tensor, activation: str) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -160,5 +161,5 @@ def _packed_autograd(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return torch.ops.lightning_gem.packed_gate_backward(grad_out, *ctx.saved_tensors, ctx.activation), None
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
-_packed_forward.register_autograd(_packed_autograd, setup_context=_setup_context)
+register_autograd(_forward, _autograd, _setup_context)
+register_autograd(_packed_forward, _packed_autograd, _setup_context)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.checks import autocast, check_cu_seqlens
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.grouped import reference
 
 
@@ -71,19 +72,19 @@ def _zero_slack(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return x
 
 
-@torch.library.custom_op("lightning_gem::grouped_mm", mutates_args=())
+@custom_op("grouped_mm")
 def _forward(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     if not _has_grouped_gemm(x, weight):
         return reference.grouped_mm(x, weight, cu_seqlens)
     return _zero_slack(_call(x.contiguous(), weight.contiguous(), cu_seqlens), cu_seqlens)
 
 
-@_forward.register_fake
+@register_fake(_forward)
 def _(x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[2], dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::grouped_mm_backward", mutates_args=())
+@custom_op("grouped_mm_backward")
 def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     if not _has_grouped_gemm(x, weight):
         return reference.grouped_mm_backward(grad_out, x, weight, cu_seqlens)
@@ -94,7 +95,7 @@ def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -
     return grad_x, grad_weight.masked_fill_(empty, 0)
 
 
-@_backward.register_fake
+@register_fake(_backward)
 def _(grad_out: Tensor, x: Tensor, weight: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, weight))
     return grad_x, grad_weight
@@ -108,7 +109,7 @@ def _autograd(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return (*torch.ops.lightning_gem.grouped_mm_backward(grad_out, *ctx.saved_tensors), None)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_autograd(_forward, _autograd, _setup_context)
 
 
 @register_flop_formula(torch.ops.lightning_gem.grouped_mm)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_gem.kernels.checks import check_cu_seqlens
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.jagged import reference
 from lightning_gem.kernels.launch import runs_triton
 
@@ -219,7 +220,7 @@ def _reference_pool(x: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, T
     return out.to(x.dtype), torch.empty(0, dtype=torch.int32, device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::jagged_pool", mutates_args=())
+@custom_op("jagged_pool")
 def _pool_forward(x: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     """(B, D) and, for the maximum, its position in the sequence; ``x`` is (N, D)."""
     if not runs_triton(x):
@@ -230,7 +231,7 @@ def _pool_forward(x: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, Ten
     return out.contiguous(), index.contiguous()
 
 
-@_pool_forward.register_fake
+@register_fake(_pool_forward)
 def _(x: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     shape = (cu_seqlens.shape[0] - 1, x.shape[1])
     return torch.empty(shape, dtype=x.dtype, device=x.device), torch.empty(
@@ -238,7 +239,7 @@ def _(x: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     )
 
 
-@torch.library.custom_op("lightning_gem::jagged_pool_backward", mutates_args=())
+@custom_op("jagged_pool_backward")
 def _pool_backward(grad_out: Tensor, index: Tensor, cu_seqlens: Tensor, num_rows: int, mode: str) -> Tensor:
     grad_out = grad_out.contiguous()
     if not runs_triton(grad_out):
@@ -264,7 +265,7 @@ def _pool_backward(grad_out: Tensor, index: Tensor, cu_seqlens: Tensor, num_rows
     return grad_x
 
 
-@_pool_backward.register_fake
+@register_fake(_pool_backward)
 def _(grad_out: Tensor, index: Tensor, cu_seqlens: Tensor, num_rows: int, mode: str) -> Tensor:
     return torch.empty(num_rows, grad_out.shape[1], dtype=grad_out.dtype, device=grad_out.device)
 
@@ -282,10 +283,10 @@ def _pool_autograd(ctx: Any, grad_out: Tensor, _: Any) -> tuple[Tensor | None, .
     return grad, None, None
 
 
-_pool_forward.register_autograd(_pool_autograd, setup_context=_pool_context)
+register_autograd(_pool_forward, _pool_autograd, _pool_context)
 
 
-@torch.library.custom_op("lightning_gem::jagged_broadcast", mutates_args=())
+@custom_op("jagged_broadcast")
 def _broadcast_forward(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     """``x`` is (N, D), ``dense`` (B, D) or (B, L, D)."""
     if not runs_triton(x):
@@ -298,12 +299,12 @@ def _broadcast_forward(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) 
     return out
 
 
-@_broadcast_forward.register_fake
+@register_fake(_broadcast_forward)
 def _(x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) -> Tensor:
     return torch.empty(x.shape, dtype=torch.promote_types(x.dtype, dense.dtype), device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::jagged_broadcast_backward", mutates_args=())
+@custom_op("jagged_broadcast_backward")
 def _broadcast_backward(
     grad_out: Tensor, x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str
 ) -> tuple[Tensor, Tensor]:
@@ -328,7 +329,7 @@ def _broadcast_backward(
     return grad_x, grad_dense
 
 
-@_broadcast_backward.register_fake
+@register_fake(_broadcast_backward)
 def _(grad_out: Tensor, x: Tensor, dense: Tensor, cu_seqlens: Tensor, mode: str) -> tuple[Tensor, Tensor]:
     grad_x, grad_dense = (torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (x, dense))
     return grad_x, grad_dense
@@ -343,10 +344,10 @@ def _broadcast_autograd(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]
     return (*torch.ops.lightning_gem.jagged_broadcast_backward(grad_out, *ctx.saved_tensors, ctx.mode), None, None)
 
 
-_broadcast_forward.register_autograd(_broadcast_autograd, setup_context=_broadcast_context)
+register_autograd(_broadcast_forward, _broadcast_autograd, _broadcast_context)
 
 
-@torch.library.custom_op("lightning_gem::jagged_concat", mutates_args=())
+@custom_op("jagged_concat")
 def _concat_forward(tensors: list[Tensor], cu_seqlens: list[Tensor]) -> Tensor:
     """Tensors are (total_i, D)."""
     if not runs_triton(tensors[0]):
@@ -358,12 +359,12 @@ def _concat_forward(tensors: list[Tensor], cu_seqlens: list[Tensor]) -> Tensor:
     return out
 
 
-@_concat_forward.register_fake
+@register_fake(_concat_forward)
 def _(tensors: list[Tensor], cu_seqlens: list[Tensor]) -> Tensor:
     return tensors[0].new_empty(sum(t.shape[0] for t in tensors), tensors[0].shape[1])
 
 
-@torch.library.custom_op("lightning_gem::jagged_split", mutates_args=())
+@custom_op("jagged_split")
 def _split_forward(x: Tensor, cu_seqlens: list[Tensor], rows: list[int]) -> list[Tensor]:
     if not runs_triton(x):
         return [part.clone() for part in reference.split(x, cu_seqlens, rows)]
@@ -374,12 +375,12 @@ def _split_forward(x: Tensor, cu_seqlens: list[Tensor], rows: list[int]) -> list
     return parts
 
 
-@_split_forward.register_fake
+@register_fake(_split_forward)
 def _(x: Tensor, cu_seqlens: list[Tensor], rows: list[int]) -> list[Tensor]:
     return [x.new_empty(n, x.shape[1]) for n in rows]
 
 
-@torch.library.custom_op("lightning_gem::jagged_split_backward", mutates_args=())
+@custom_op("jagged_split_backward")
 def _split_backward(grads: list[Tensor], cu_seqlens: list[Tensor], num_rows: int) -> Tensor:
     total = sum(len(g) for g in grads)
     if not runs_triton(grads[0]):
@@ -393,7 +394,7 @@ def _split_backward(grads: list[Tensor], cu_seqlens: list[Tensor], num_rows: int
     return out
 
 
-@_split_backward.register_fake
+@register_fake(_split_backward)
 def _(grads: list[Tensor], cu_seqlens: list[Tensor], num_rows: int) -> Tensor:
     return grads[0].new_empty(num_rows, grads[0].shape[1])
 
@@ -421,5 +422,5 @@ def _split_autograd(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     return grad, [None] * len(cu_seqlens), None
 
 
-_concat_forward.register_autograd(_concat_autograd, setup_context=_concat_context)
-_split_forward.register_autograd(_split_autograd, setup_context=_split_context)
+register_autograd(_concat_forward, _concat_autograd, _concat_context)
+register_autograd(_split_forward, _split_autograd, _split_context)

@@ -296,8 +296,11 @@ def pool(
     With ``copy`` (contiguous) the rows are written too, times ``dense`` (B, D) if there are other rows; not its slack.
     """
     dim, num_sequences = x.shape[1], len(cu_seqlens) - 1
-    rows, block = tile(dim, 4096 if mode == "max" else 8192)
-    across = triton.cdiv(dim, block)
+    for most in (512, 256, 128, 64):  # as wide as leaves enough programs to even out unequal lengths
+        rows, block = tile(dim, 4096 if mode == "max" else 8192, most)
+        across = triton.cdiv(dim, block)
+        if num_sequences * across >= 24 * multiprocessors(x):
+            break
     # Few sequences are pooled in parts, which are joined in fixed order.
     splits = max(min(16 * multiprocessors(x) // max(num_sequences * across, 1), triton.cdiv(len(x), 1024), 64), 1)
     partial_mode, dtype = (mode, out_dtype) if splits == 1 else ("sum" if mode == "mean" else mode, torch.float32)

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_gem.kernels.checks import autocast
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.launch import runs_triton
 from lightning_gem.kernels.lazy_norm import reference
 from lightning_gem.kernels.norm.reference import norm as normalise
@@ -56,7 +57,7 @@ def norm_linear(x: Tensor, weight: Tensor, *, norm: str = "rms", eps: float = 1e
     return out.view(*x.shape[:-1], len(weight))
 
 
-@torch.library.custom_op("lightning_gem::norm_linear", mutates_args=())
+@custom_op("norm_linear")
 def _forward(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
     if not runs_triton(x):
         return reference.norm_linear(x, weight, layer, eps)
@@ -75,12 +76,12 @@ def _forward(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
     return out
 
 
-@_forward.register_fake
+@register_fake(_forward)
 def _(x: Tensor, weight: Tensor, layer: bool, eps: float) -> Tensor:
     return torch.empty(x.shape[0], weight.shape[0], dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::norm_linear_backward", mutates_args=())
+@custom_op("norm_linear_backward")
 def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, layer: bool, eps: float) -> tuple[Tensor, Tensor]:
     """With ``h = dy W`` one kernel reads ``x`` and ``h``, and writes the gradient of ``x`` and the rows for ``dW``."""
     if not runs_triton(x):
@@ -96,7 +97,7 @@ def _backward(grad_out: Tensor, x: Tensor, weight: Tensor, layer: bool, eps: flo
     return grad_x, grad_out.t() @ normed
 
 
-@_backward.register_fake
+@register_fake(_backward)
 def _(grad_out: Tensor, x: Tensor, weight: Tensor, layer: bool, eps: float) -> tuple[Tensor, Tensor]:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty(
         weight.shape, dtype=weight.dtype, device=x.device
@@ -113,7 +114,7 @@ def _autograd(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
     return (*torch.ops.lightning_gem.norm_linear_backward(grad_out, x, weight, ctx.layer, ctx.eps), None, None)
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_autograd(_forward, _autograd, _setup_context)
 
 
 @register_flop_formula(torch.ops.lightning_gem.norm_linear)

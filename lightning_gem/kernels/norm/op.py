@@ -5,6 +5,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.dot_product.activations import ACTIVATIONS
 from lightning_gem.kernels.launch import runs_triton
 from lightning_gem.kernels.norm import reference
@@ -175,7 +176,7 @@ def _dtypes(x: Tensor, residual: Tensor | None, skip: Tensor | None) -> tuple[to
     return total, total if skip is None else torch.promote_types(total, skip.dtype)
 
 
-@torch.library.custom_op("lightning_gem::norm", mutates_args=())
+@custom_op("norm")
 def _forward(
     x: Tensor,
     residual: Tensor | None,
@@ -212,7 +213,7 @@ def _forward(
     return out, total
 
 
-@_forward.register_fake
+@register_fake(_forward)
 def _(
     x: Tensor,
     residual: Tensor | None,
@@ -229,7 +230,7 @@ def _(
     return out, torch.empty(x.shape if return_sum else (0,), dtype=total_dtype, device=x.device)
 
 
-@torch.library.custom_op("lightning_gem::norm_backward", mutates_args=())
+@custom_op("norm_backward")
 def _backward(
     grad_out: Tensor,
     grad_total: Tensor | None,
@@ -254,12 +255,13 @@ def _backward(
             triton_norm.backward(grad_out, grad_total, x, residual, weight, bias, grad_x, None, eps, layer, activation)
         )
     grads = (
-        x.new_empty(0) if t is None or s is None else s.to(t.dtype) for t, s in zip((weight, bias), sums, strict=True)
+        x.new_empty(0) if t is None or s is None else s.to(t.dtype, copy=True)
+        for t, s in zip((weight, bias), sums, strict=True)
     )
     return grad_x, *grads  # type: ignore[return-value]
 
 
-@_backward.register_fake
+@register_fake(_backward)
 def _(
     grad_out: Tensor,
     grad_total: Tensor | None,
@@ -314,4 +316,4 @@ def _autograd(ctx: Any, grad_out: Tensor | None, grad_total: Tensor | None) -> t
     )
 
 
-_forward.register_autograd(_autograd, setup_context=_setup_context)
+register_autograd(_forward, _autograd, _setup_context)

@@ -249,7 +249,7 @@ def backward(
     layer: bool,
     activation: str,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Fills the contiguous ``grad_x`` (and ``normed``); returns the gradients of weight and bias in float32."""
+    """Fills the contiguous ``grad_x`` (and ``normed``); gives the gradients of weight and bias, views in float32."""
     dim = x.shape[-1]
     num_rows = x.numel() // dim
     inner, views = row_layout(grad_out, x, *(t for t in (grad_total, residual) if t is not None))
@@ -262,8 +262,9 @@ def backward(
     if weight is not None or bias is not None or activation != "identity":
         rows, block, warps, resident, stages = pipelined_tile(dim)
         programs = min(triton.cdiv(num_rows, rows), multiprocessors(x) * resident)
-    grad_weight = None if weight is None else x.new_empty(programs, dim, dtype=torch.float32)
-    grad_bias = None if bias is None else x.new_empty(programs, dim, dtype=torch.float32)
+    wanted = [t is not None for t in (weight, bias)]
+    partial = x.new_empty(sum(wanted), programs, dim, dtype=torch.float32)  # one tensor, so that one launch adds it up
+    grad_weight, grad_bias = (partial[0] if wanted[0] else None, partial[-1] if wanted[1] else None)
     with on_device(x):
         backward_kernel[(programs,)](
             views[0][0],
@@ -297,7 +298,7 @@ def backward(
             STAGES=stages,
             num_warps=warps,
         )
-    return (
-        None if grad_weight is None else grad_weight.sum(0),
-        None if grad_bias is None else grad_bias.sum(0),
-    )
+    if not any(wanted):
+        return None, None
+    sums = partial.sum(1)
+    return sums[0] if wanted[0] else None, sums[-1] if wanted[1] else None

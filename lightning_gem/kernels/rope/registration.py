@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_gem.kernels.custom_op import custom_op, register_autograd, register_fake
 from lightning_gem.kernels.launch import on_device
 from lightning_gem.kernels.rope.reference import rotary_halves
 
 
-@torch.library.custom_op("lightning_gem::rotary", mutates_args=())
+@custom_op("rotary")
 def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """Rotates by the angles, or back; the angles are constants."""
     if not x.is_cuda or x.dtype == torch.float64:
@@ -20,7 +21,7 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
         return triton_kernels.rotate(x, cos, sin, inverse)
 
 
-@rotary_op.register_fake
+@register_fake(rotary_op)
 def _(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -34,4 +35,4 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
     return rotary_op(grad, *ctx.saved_tensors, not ctx.inverse), None, None, None
 
 
-rotary_op.register_autograd(_backward, setup_context=_setup_context)
+register_autograd(rotary_op, _backward, _setup_context)
