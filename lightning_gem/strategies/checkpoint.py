@@ -1,30 +1,37 @@
 """One directory of torch.distributed.checkpoint: saved on N ranks, loaded on M, under any layout.
 
-Weights and optimizer state lie in it by name, so a layout plays no part. A directory appears under its name in one
-rename, when every rank has written its part; what an interrupted save left behind has another name.
+Weights and optimizer state lie in it by name, so a layout plays no part. What belongs to a rank (random streams,
+positions of loaders) lies in a file of its own; on another number of ranks the random streams start anew, and positions
+are kept only if they were the same everywhere.
 """
 
-import json
-import os
-import shutil
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader, StorageReader
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_gem.optimizers import DenseAndTables
+from lightning_gem.strategies import checkpoint_files as files
+from lightning_gem.strategies.background import BackgroundSaver, StagedPlanner, explain
 from lightning_gem.strategies.embeddings import ShardedTables, local_shards
+from lightning_gem.strategies.processes import raise_together
+from lightning_gem.strategies.rank_state import rank_state, restore_rank
+from lightning_gem.strategies.regions import RegionPlanner, Repartition, has_other_parts, is_grown, saved_rows
+from lightning_gem.strategies.safetensors import SafetensorsReader
 
-_META = "meta.pt"
-_MANIFEST = "manifest.json"
+RANDOM = "random_streams"
 
 
 def _unwrap(optimizer: Optimizer) -> tuple[Optimizer, Optimizer]:
@@ -56,12 +63,20 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer, tables: ShardedTabl
     return {"tensors": tensors, "groups": groups}
 
 
-def save(checkpoint: dict[str, Any], path: Path) -> None:
+def save(
+    checkpoint: dict[str, Any], path: Path, data_key: str | None = None, background: BackgroundSaver | None = None
+) -> None:
     """Writes Lightning's checkpoint dictionary; collective.
 
     Args:
-        checkpoint: ``state_dict`` and ``optimizer_states`` are sharded, the rest is the first rank's.
+        checkpoint: ``state_dict`` and ``optimizer_states`` are sharded, the rest is the first rank's, except for the
+            positions of the loaders, which are every rank's own.
         path: Directory to write; replaced if it exists.
+        data_key: Entry of the data module.
+        background: Where to write; here and now when not given.
+
+    Raises:
+        RuntimeError: On every rank, if any could not write.
     """
     rest = dict(checkpoint)
     state = rest.pop("state_dict", {})
@@ -71,80 +86,103 @@ def save(checkpoint: dict[str, Any], path: Path) -> None:
     rest["optimizer_groups"] = [optimizer["groups"] for optimizer in optimizers]
     for i, optimizer in enumerate(optimizers):
         tensors.update({f"optimizer.{i}.{key}": value for key, value in optimizer["tensors"].items()})
-    partial = path.with_name(f".{path.name}.partial")
-    first = dist.get_rank() == 0
+    rank, first = dist.get_rank(), dist.get_rank() == 0
+    own = rank_state(rest, data_key)
+    manifest = {"world_size": dist.get_world_size(), "torch": torch.__version__, "tensors": len(tensors)}
+    partial = files.partial_path(path)
+    error: Exception | None = None
     if first:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    dcp.save(tensors, checkpoint_id=str(partial))
-    if first:
-        torch.save(rest, partial / _META)
-        manifest = {"world_size": dist.get_world_size(), "torch": torch.__version__, "tensors": len(tensors)}
-        (partial / _MANIFEST).write_text(json.dumps(manifest))
-        for file in partial.iterdir():
-            _flush(file)
-        _replace(partial, path)
-    dist.barrier()
+        try:
+            _write(rest, files.start(path) / files.META)
+        except OSError as problem:
+            error = RuntimeError(f"checkpoint {path} could not be written: {problem}")
+    raise_together(error)
+    # Everything but the tensors is small, and may change once the training goes on.
+    _write(own, partial / files.rank_file(rank))
+    if background is None:
+        try:
+            dcp.save(tensors, checkpoint_id=str(partial))
+            if first:
+                files.finish(path, manifest)
+        except dcp.CheckpointException as problem:
+            error = RuntimeError(f"checkpoint {path} could not be written: {explain(problem)}")
+        except OSError as problem:
+            error = RuntimeError(f"checkpoint {path} could not be written: {problem}")
+        raise_together(error)
+        return
+    planner, group = StagedPlanner(tensors, first), background.group
+
+    def write() -> None:
+        dcp.save({}, checkpoint_id=str(partial), planner=planner, process_group=group)
+        if first:
+            files.finish(path, manifest)
+
+    background.start(path, write)
+
+
+def _write(content: dict[str, Any], path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    path.write_bytes(buffer.getvalue())
 
 
 def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor) or hasattr(value, "local_shards")
 
 
-def _flush(file: Path) -> None:
-    descriptor = os.open(file, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _replace(partial: Path, path: Path) -> None:
-    """Puts the new directory in the place of the old file or directory."""
-    old = path.with_name(f".{path.name}.old")
-    _remove(old)
-    if path.exists():
-        path.rename(old)
-    partial.rename(path)
-    _flush(path.parent)
-    _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def load(path: Path, module: nn.Module, optimizers: list[Optimizer], tables: ShardedTables | None) -> dict[str, Any]:
+def load(
+    path: Path,
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    tables: ShardedTables | None,
+    grow_tables: bool = False,
+    data_key: str | None = None,
+    resume: bool = True,
+) -> dict[str, Any]:
     """Fills the module and its optimizers, under any layout; collective.
 
+    Args:
+        path: Directory that :func:`save` wrote, or a ``.safetensors`` file with weights.
+        module: LightningModule.
+        optimizers: Its optimizers; none to load weights only.
+        tables: Its sharded tables.
+        grow_tables: Take tables that have fewer rows in the checkpoint: new rows keep what they have.
+        data_key: Entry of the data module.
+        resume: Whether to restore what belongs to this rank.
+
     Returns:
-        Everything else of Lightning's checkpoint.
+        Everything else of Lightning's checkpoint, and under ``RANDOM`` what to restore before the first step, if any.
 
     Raises:
-        FileNotFoundError: If there is no checkpoint, or a part of it is missing.
+        FileNotFoundError: If there is no checkpoint, or a part of it is missing; on every rank.
         ValueError: If it is not one of this strategy, or of another model; the message names the first difference.
     """
-    saved = _read_metadata(path)
-    rest = torch.load(path / _META, weights_only=True, map_location="cpu")
+    reader, saved, rest, manifest = _open(path)
     own = {f"model.{key}": value for key, value in module.state_dict().items() if _is_tensor(value)}
     wanted = dict(own)
-    problems = [_difference(saved, own, "model.")]
+    grown: set[str] = set()
+    parts: dict[str, Repartition] = {}
+    if grow_tables and tables is not None:
+        grown = {key for key in (f"model.{name}" for name in tables.state()) if is_grown(key, saved, own, key)}
+    problems = [_difference(saved, own, "model.", grown)]
     fresh: list[tuple[Optimizer, nn.Parameter, str, Tensor]] = []
     parameters = dict(module.named_parameters())
     for i, optimizer in enumerate(optimizers):
         whole, dense = _unwrap(optimizer)
         prefix = f"optimizer.{i}."
         if tables is not None and whole is not dense:
-            table_state = {f"{prefix}tables.{key}": value for key, value in tables.optimizer_state().items()}
-            problems.append(_difference(saved, table_state, f"{prefix}tables."))
-            wanted.update(table_state)
+            state = {f"{prefix}tables.{key}": value for key, value in tables.optimizer_state().items()}
+            for key, value in state.items():
+                table = "model." + key[len(f"{prefix}tables.") :].rpartition(".")[0]
+                if grow_tables and is_grown(key, saved, {**own, **state}, table):
+                    grown.add(key)
+                elif has_other_parts(key, saved, {**own, **state}, table):
+                    parts[key] = Repartition(value, saved[key].size[0], own[table].shape[0])
+            problems.append(_difference(saved, state, f"{prefix}tables.", {*grown, *parts}))
+            wanted.update(state)
         for key, metadata in saved.items():
             if key.startswith(f"{prefix}dense."):
-                name, _, state = key[len(f"{prefix}dense.") :].rpartition(".")
+                name, _, kind = key[len(f"{prefix}dense.") :].rpartition(".")
                 if name not in parameters:
                     problems.append(f"it has optimizer state of {name}, which this model lacks")
                     continue
@@ -155,33 +193,58 @@ def load(path: Path, module: nn.Module, optimizers: list[Optimizer], tables: Sha
                 else:
                     value = torch.zeros(tuple(metadata.size), dtype=dtype)
                 wanted[key] = value
-                fresh.append((dense, parameter, state, value))
-    _raise_together(path, problems)
-    dcp.load(wanted, checkpoint_id=str(path))
-    for dense, parameter, state, value in fresh:
-        dense.state[parameter][state] = value
-    for optimizer, groups in zip(optimizers, rest.pop("optimizer_groups"), strict=False):
+                fresh.append((dense, parameter, kind, value))
+    problem = next((problem for problem in problems if problem), None)
+    raise_together(ValueError(f"{path} is a checkpoint of another model or optimizer: {problem}") if problem else None)
+    regions = {key: saved_rows(wanted.pop(key), saved[key]) for key in grown}
+    for key, part in parts.items():
+        del wanted[key]
+        regions[key] = part.regions
+    names = sorted({key[len("model.") :] for key in own if key in grown})
+    if names:
+        rank_zero_info(
+            f"hybrid_sharded: {', '.join(names)} have more rows than in {path}: the new rows keep their fresh values"
+        )
+    error: Exception | None = None
+    try:
+        dcp.load(wanted, storage_reader=reader, planner=RegionPlanner(regions))
+    except dcp.CheckpointException as failure:
+        error = ValueError(f"{path} is damaged: {explain(failure)}")
+    raise_together(error)
+    for part in parts.values():
+        part.finish()
+    for dense, parameter, kind, value in fresh:
+        dense.state[parameter][kind] = value
+    for optimizer, groups in zip(optimizers, rest.pop("optimizer_groups", []), strict=False):
         _load_groups(_unwrap(optimizer)[0], groups)
-    _load_copies(module, {key[len("model.") :]: value for key, value in own.items()}, rest.pop("model_extra"))
-    return {**rest, "state_dict": {}, "optimizer_states": []}
+    _load_copies(module, {key[len("model.") :]: value for key, value in own.items()}, rest.pop("model_extra", {}))
+    again = restore_rank(path, manifest["world_size"], rest, data_key) if resume and manifest is not None else None
+    return {**rest, "state_dict": {}, "optimizer_states": [], RANDOM: again}
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        raise FileNotFoundError(f"there is no checkpoint {path}")
-    if not path.is_dir() or not (path / ".metadata").exists():
-        raise ValueError(f"{path} was not written by hybrid_sharded: it loads directories that it saved itself")
-    if not (path / _MANIFEST).exists():
-        raise FileNotFoundError(f"{path} is incomplete, {_MANIFEST} is missing: take another checkpoint")
-    metadata = FileSystemReader(str(path)).read_metadata()
-    files = {info.relative_path for info in (metadata.storage_data or {}).values()}
-    missing = sorted(file for file in files if not (path / file).exists())
-    if missing:
-        raise FileNotFoundError(f"{path} is incomplete, {missing[0]} is missing: take another checkpoint")
-    return metadata.state_dict_metadata
+def _open(path: Path) -> tuple[StorageReader, dict[str, Any], dict[str, Any], dict[str, Any] | None]:
+    """Reader, saved tensors, Lightning's entries and manifest, after all ranks have seen them; collective."""
+    error: Exception | None = None
+    try:
+        if path.suffix == ".safetensors":
+            if not path.exists():
+                raise FileNotFoundError(f"there is no file {path}")
+            weights = SafetensorsReader(path, prefix="model.")
+            saved = weights.read_metadata().state_dict_metadata
+            found: Any = (weights, saved, {"pytorch-lightning_version": lightning.__version__}, None)
+        else:
+            metadata, manifest = files.check(path)
+            rest = torch.load(path / files.META, weights_only=True, map_location="cpu")
+            found = (FileSystemReader(str(path)), metadata.state_dict_metadata, rest, manifest)
+    except (OSError, ValueError) as problem:
+        error = problem
+    except Exception as problem:
+        error = ValueError(f"{path} is damaged: {problem}")
+    raise_together(error)
+    return found
 
 
-def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str) -> str | None:
+def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str, converted: set[str]) -> str | None:
     """The first difference of names and shapes under a prefix; collective, for a rank may hold only some of them."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, set(own))
@@ -193,27 +256,18 @@ def _difference(saved: dict[str, Any], own: dict[str, Any], prefix: str) -> str 
         return f"it has {min(names - needed)}, which this model lacks ({len(names - needed)} such entries)"
     for key, value in own.items():
         before, now = tuple(saved[key].size), tuple(value.shape)
-        if before != now:
-            if before[1:] == now[1:] and key.startswith("model."):
-                hint = ". For a table that is num_embeddings: set the old number, or start from scratch"
+        if before != now and key not in converted:
+            if key.startswith("model.") and len(now) == 2 and before[1:] == now[1:]:
+                hint = (
+                    ". For a table that is num_embeddings: set the old number, start from scratch, or (for more rows)"
+                )
+                hint += " set grow_tables: true"
             elif key.startswith("model."):
                 hint = ": set the old size, or start from scratch"
             else:
-                hint = (
-                    ": row-wise AdaGrad keeps a state per part of a table that is split by columns, so split it as "
-                    "before, or set tables.per_table to row_wise for a table that was never split by columns"
-                )
+                hint = ": use the table optimizer that it was saved with"
             return f"{key} has shape {before} in it and {now} in this model{hint}"
     return None
-
-
-def _raise_together(path: Path, problems: list[str | None]) -> None:
-    """Raises on all ranks what any of them found, so that none waits for the others; collective."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, next((problem for problem in problems if problem), None))
-    found = next((problem for problem in everyone if problem), None)
-    if found:
-        raise ValueError(f"{path} is a checkpoint of another model or optimizer: {found}")
 
 
 def _load_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:

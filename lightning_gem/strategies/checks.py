@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
@@ -11,7 +12,9 @@ from lightning_gem.strategies.compat import detects_anomaly
 _WEIGHT_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-def check_trainer(trainer: Trainer, module: Any, precision: Precision, layer_sync: Any) -> None:
+def check_trainer(
+    trainer: Trainer, module: Any, precision: Precision, layer_sync: Any, async_checkpoints: bool = False
+) -> None:
     """Refuses what would be wrong or ignored.
 
     Args:
@@ -19,6 +22,7 @@ def check_trainer(trainer: Trainer, module: Any, precision: Precision, layer_syn
         module: LightningModule.
         precision: Precision plugin.
         layer_sync: Lightning's plugin for ``sync_batchnorm``, or None.
+        async_checkpoints: Whether checkpoints are complete only some time after they were asked for.
 
     Raises:
         ValueError: Naming the field and the fix.
@@ -30,6 +34,11 @@ def check_trainer(trainer: Trainer, module: Any, precision: Precision, layer_syn
         if any(kind.__name__ in _WEIGHT_CALLBACKS for kind in type(callback).__mro__):
             raise ValueError(
                 f"callback {type(callback).__name__} copies whole weights, which no rank has here: remove it"
+            )
+        if async_checkpoints and isinstance(callback, ModelCheckpoint) and callback.save_last == "link":
+            raise ValueError(
+                'save_last="link" of ModelCheckpoint would point to a checkpoint that async_checkpoints has not '
+                "finished: set save_last: true, or async_checkpoints: false"
             )
     if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
         # FSDP2 takes training_step for a forward, which has to end before the backward.

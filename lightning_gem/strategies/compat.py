@@ -3,10 +3,13 @@
 Each is covered by a test, so that a new version that moves one fails with its name.
 """
 
+import ctypes
+import os
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device as default_process_group_backend,
@@ -21,29 +24,43 @@ from lightning.pytorch.strategies.launchers.subprocess_script import (
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torch.distributed.remote_device import _remote_device as remote_device
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.optim import Optimizer
 from torchrec.distributed.shard import _shard_modules as shard_modules  # the public one refuses absent tables
 
+# Names that newer versions have given to the same functions.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+# Lightning passes a barrier of this name in every run, after loading a checkpoint or instead of it.
+RESUME_END = "_CheckpointConnector.resume_end"
+
 __all__ = [
+    "RESUME_END",
     "SubprocessScriptLauncher",
+    "all_gather_single",
     "apply_optimizer_in_backward",
     "default_process_group_backend",
     "default_store",
     "detects_anomaly",
     "distributed_is_initialized",
+    "exchange_names",
     "in_backward_optimizers",
     "init_process_group",
     "move_placement",
-    "placement_rank",
     "optimizers_to_device",
+    "placement_rank",
+    "process_group_allocates",
     "reduce_over_ranks",
+    "reduce_scatter_single",
     "remote_device",
     "reparametrize",
     "reset_seed",
     "shard_modules",
+    "symmetric_memory",
     "unflatten_mesh",
 ]
 
@@ -82,3 +99,27 @@ def placement_rank(placement: Any) -> int:
 def reparametrize(module: nn.Module, tensors: dict[str, Tensor]) -> AbstractContextManager[None]:
     """Lets a module compute with other tensors in the place of its parameters, without calling its hooks."""
     return _reparametrize_module(module, tensors)
+
+
+def exchange_names(first: os.PathLike[str], second: os.PathLike[str]) -> bool:
+    """Lets two files or directories change names at once; False where the system or its file system cannot."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return renameat2(here, os.fsencode(first), here, os.fsencode(second), exchange) == 0
+
+
+def symmetric_memory() -> Any:
+    """The module of symmetric memory; None if it lacks what is needed."""
+    try:
+        import torch.distributed._symmetric_memory as module
+    except ImportError:
+        return None
+    complete = all(hasattr(module, name) for name in ("set_backend", "get_mem_pool", "rendezvous"))
+    return module if complete else None
+
+
+def process_group_allocates() -> bool:
+    """Whether FSDP2 can take its buffers from the process group's allocator."""
+    return hasattr(FSDPModule, "set_allocate_memory_from_process_group_for_comm")

@@ -99,13 +99,24 @@ def check_parameters(root: nn.Module, units: list[str]) -> None:
     for name, module in _own_modules(root, set()):
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             raise ValueError(f"{name} has sparse gradients, which FSDP2 cannot reduce: set sparse=False")
+    collections = {f"{name}.": module for name, module in root.named_modules() if is_table_module(module)}
+    tables = {
+        id(parameter): f"{name}{key}"
+        for name, module in collections.items()
+        for key, parameter in module.named_parameters()
+    }
     owners: dict[int, tuple[str, str]] = {}
     for name, module in root.named_modules(remove_duplicate=False):
-        if is_table_module(module):
+        if f"{name}.".startswith(tuple(collections)):
             continue
         unit = max((u for u in units if name == u or name.startswith(f"{u}.")), key=len, default="")
         for key, parameter in module.named_parameters(recurse=False):
             path = f"{name}.{key}" if name else key
+            if id(parameter) in tables:
+                raise ValueError(
+                    f"{path} and {tables[id(parameter)]} are the same parameter, but a table is sharded by TorchRec "
+                    "and updated inside backward: give the dense layer a parameter of its own"
+                )
             other, other_unit = owners.setdefault(id(parameter), (path, unit))
             if other_unit != unit:
                 raise ValueError(
@@ -194,7 +205,7 @@ def shard_dense(
     prepare: Callable[[str, nn.Module, set[nn.Module]], None],
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool,
-) -> list[FSDPModule]:
+) -> dict[str, FSDPModule]:
     """Applies ``fully_shard`` to the units, inner ones first, and to the root.
 
     Gradients come out as the mean over all ranks on every mesh: FSDP2 divides those of dense units by their mesh; those
@@ -211,14 +222,14 @@ def shard_dense(
         reshard_after_forward: Free gathered parameters between forward and backward.
 
     Returns:
-        The units and the root, in order of their sharding.
+        The units and the root by name, in order of their sharding.
     """
 
     def placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
         return lambda parameter: choose_dimension(parameter, size)
 
     done: set[nn.Module] = set()
-    sharded: list[FSDPModule] = []
+    sharded: dict[str, FSDPModule] = {}
     for name in [*units, ""]:
         module = root.get_submodule(name)
         prepare(name, module, done)
@@ -236,5 +247,25 @@ def shard_dense(
             unit.set_gradient_divide_factor(float(meshes.axes.world_size))
             # Gloo cannot scale inside a reduction; with one rank the copy would be divided twice.
             unit.set_force_sum_reduction_for_comms(meshes.axes.expert_shard > 1)
-        sharded.append(unit)
+        sharded[name] = unit
+    if meshes.axes.expert > 1:
+        _gather_experts_early(root, sharded, set(experts))
     return sharded
+
+
+def _gather_experts_early(root: nn.Module, units: dict[str, FSDPModule], experts: set[str]) -> None:
+    """Lets the gathers of the two meshes run beside the computation, whatever the host waits for in between.
+
+    A unit starts to gather the experts inside of it when it runs itself, and the experts start to gather the unit that
+    is defined after them. The backward needs no help: FSDP2 remembers the order of the forward.
+    """
+    order = [name for name, _ in root.named_modules() if name in units and name]
+    for position, name in enumerate(order):
+        if name not in experts:
+            continue
+        around = max((unit for unit in order if name.startswith(f"{unit}.")), key=len, default=None)
+        if around is not None:
+            units[around].set_modules_to_forward_prefetch([units[name]])
+        following = next((unit for unit in order[position + 1 :] if not unit.startswith(f"{name}.")), None)
+        if following is not None:
+            units[name].set_modules_to_forward_prefetch([units[following]])

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
-from lightning_gem.strategies.compat import reparametrize
+from lightning_gem.strategies.compat import all_gather_single, reduce_scatter_single, reparametrize
 from lightning_gem.strategies.mesh import Meshes
 
 
@@ -143,13 +143,13 @@ class ExpertExchange:
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-    dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+    all_gather_single(out, x.contiguous(), group=group)
     return out
 
 
 def _reduce(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-    dist.reduce_scatter_tensor(out, x.contiguous(), group=group)
+    reduce_scatter_single(out, x.contiguous(), group=group)
     return out
 
 

@@ -1,8 +1,7 @@
 """HybridShardedStrategy: FSDP2, expert parallelism and TorchRec tables in one Lightning strategy."""
 
 import logging
-import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -10,15 +9,15 @@ from typing import Any, Literal
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gem.strategies import checkpoint as checkpoints
-from lightning_gem.strategies import processes, steps
-from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted
+from lightning_gem.strategies import collectives, processes, steps
+from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
+from lightning_gem.strategies.checkpoint_hooks import CheckpointHooks
 from lightning_gem.strategies.checks import check_trainer
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
@@ -32,6 +31,7 @@ from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
 from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
+from lightning_gem.strategies.steps import RankStep
 from lightning_gem.strategies.table_rates import join_tables, push_learning_rate
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class HybridShardedStrategy(ParallelStrategy):
+class HybridShardedStrategy(CheckpointHooks):
     """Trains a model with TorchRec collections, dense layers and experts on any number of ranks.
 
     Every size is a number of ranks or ``"auto"``; ``replicate * shard`` and ``table_replicate * table`` are the world
@@ -67,6 +67,12 @@ class HybridShardedStrategy(ParallelStrategy):
             batches give the mean over samples. ``ranks``: every rank counts the same.
         nonfinite_loss: What to do when the loss of any rank is not finite; checked on all ranks before the backward,
             which would write it into the tables. ``skip`` drops the step on all ranks.
+        async_checkpoints: Copy the state to host memory and write it beside the training. The next save waits for the
+            one before, and so does the end of the training; a failure stops all ranks in their next step.
+        grow_tables: Load checkpoints whose tables have fewer rows; the new rows keep their fresh values.
+        weights: File to start from, as ``lightning_gem.strategies.export`` writes it.
+        sm_free_collectives: Gather dense parameters by copy engines and symmetric memory (NCCL 2.28, CUDA): ``auto``
+            where there is such a thing, ``require`` or an error.
         process_group_backend: ``nccl`` or ``gloo``; by device when not given.
         timeout_seconds: Time after which a collective fails.
     """
@@ -95,10 +101,15 @@ class HybridShardedStrategy(ParallelStrategy):
         meta_init: bool = False,
         loss_weighting: Literal["samples", "ranks"] = "samples",
         nonfinite_loss: Literal["raise", "skip"] = "raise",
+        async_checkpoints: bool = False,
+        grow_tables: bool = False,
+        weights: str | None = None,
+        sm_free_collectives: Literal["off", "auto", "require"] = "off",
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        super().__init__()
+        super().__init__(async_checkpoints, grow_tables, timedelta(seconds=timeout_seconds))
+        self.weights = Path(weights) if weights is not None else None
         self.sizes: dict[str, Size] = {
             "replicate": replicate,
             "shard": shard,
@@ -115,8 +126,8 @@ class HybridShardedStrategy(ParallelStrategy):
         self.meta_init = meta_init
         self.loss_weighting: Literal["samples", "ranks"] = loss_weighting
         self.nonfinite_loss = nonfinite_loss
+        self.sm_free_collectives: collectives.Mode = sm_free_collectives
         self.process_group_backend = process_group_backend
-        self.timeout = timedelta(seconds=timeout_seconds)
         if self.table_config.sync_interval < 1:
             raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
         self.num_nodes = 1
@@ -127,7 +138,6 @@ class HybridShardedStrategy(ParallelStrategy):
         self._is_filler = False
         self._steps = 0
         self._roll_call = RollCall()
-        self._trainer: Trainer | None = None
 
     @property
     def tables(self) -> ShardedTables | None:
@@ -169,6 +179,13 @@ class HybridShardedStrategy(ParallelStrategy):
         axes = resolve_axes(self.world_size, self._ranks_of_host, **self.sizes)
         self.process_group_backend = self.process_group_backend or default_process_group_backend(self.root_device)
         assert self.cluster_environment is not None
+        means = collectives.choose(
+            self.sm_free_collectives, collectives.offered(self.root_device, self.process_group_backend)
+        )
+        collectives.prepare(means.means)
+        self.dense_config.means = means.means
+        if self.sm_free_collectives != "off":
+            rank_zero_info(f"hybrid_sharded: {means.means} collectives ({means.reason})")
         processes.start_processes(self.cluster_environment, self.process_group_backend, self.root_device, self.timeout)
         if self.meshes is None or self.meshes.axes != axes:
             self.meshes = build_meshes(axes, self.root_device.type)
@@ -185,6 +202,7 @@ class HybridShardedStrategy(ParallelStrategy):
 
     def barrier(self, name: str | None = None) -> None:
         """Waits for all ranks."""
+        self._agree_if_nothing_loads(name)
         processes.barrier(self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -222,8 +240,8 @@ class HybridShardedStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._trainer = trainer
-        check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync)
+        check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync, self._saver is not None)
+        self._watch_steps(trainer)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
@@ -252,6 +270,8 @@ class HybridShardedStrategy(ParallelStrategy):
             self.root_device,
             seed,
         )
+        if self.weights is not None:
+            checkpoints.load(self.weights, module, [], self.tables, self.grow_tables)
 
     # Optimizers.
 
@@ -296,28 +316,36 @@ class HybridShardedStrategy(ParallelStrategy):
             )
         return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
 
-    def _exchange_sizes(self, batch: Any) -> None:
+    def _exchange(self, batch: Any) -> list[RankStep]:
+        samples = num_samples(batch)
+        own = RankStep(-1 if samples is None else samples, not self._is_filler, self._requeue.asked, self._save_failed)
         if self.world_size == 1:
-            return
+            return [own]
         assert self._sharded is not None
-        sizes = steps.exchange_sizes(batch, self._is_filler, self.root_device)
+        ranks = steps.exchange(own, self.root_device)
         if self.tables is not None and self.tables.needs_equal_batches:
-            steps.check_equal(sizes)
-        self._loss_weight = steps.loss_weight(sizes, self.global_rank, self.loss_weighting)
-        steps.tell_experts(self._sharded.experts, sizes)
+            steps.check_equal(ranks)
+        self._loss_weight = steps.loss_weight(ranks, self.global_rank, self.loss_weighting)
+        steps.tell_experts(self._sharded.experts, ranks)
+        return ranks
 
     @contextmanager
-    def _step(self, batch: Any) -> Generator[None, None, None]:
+    def _step(self, batch: Any) -> Generator[list[RankStep], None, None]:
         """Around a step of the module."""
-        self._exchange_sizes(batch)
+        ranks = self._exchange(batch)
         with nothing_counted(self.lightning_module) if self._is_filler else nullcontext():
-            yield
+            yield ranks
 
     def training_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's step after the ranks have told each other their batch sizes."""
+        """Runs the module's step after the ranks have told each other their batch sizes.
+
+        Raises:
+            RuntimeError: On every rank, if a checkpoint could not be written beside the training.
+        """
         if self.tables is not None:
             push_learning_rate(list(self.optimizers), self.tables)
-        with self._step(batch):
+        with self._step(batch) as ranks:
+            self._start_of_step(ranks)
             return super().training_step(batch, *args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -370,51 +398,7 @@ class HybridShardedStrategy(ParallelStrategy):
         if self.tables is not None and self.table_config.sync_interval > 1:
             self.tables.synchronize()
 
-    # Checkpoints.
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are loaded into their shards."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """The optimizers are restored in :meth:`load_checkpoint`."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Sharded weights; every rank has to ask."""
-        assert self.lightning_module is not None
-        if self.tables is not None and self.table_config.sync_interval > 1:
-            self.tables.synchronize()
-        return self.lightning_module.state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Sharded state by parameter name, and the parameter groups without their parameters."""
-        assert self.lightning_module is not None
-        return checkpoints.optimizer_state(self.lightning_module, optimizer, self.tables)
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do after :meth:`load_checkpoint`."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do after :meth:`load_checkpoint`."""
-
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any | None = None
-    ) -> None:
-        """Writes one DCP directory, which appears under its name when it is complete; collective."""
-        if storage_options is not None:
-            raise ValueError("storage_options is not supported by hybrid_sharded: checkpoints are local directories")
-        checkpoints.save(checkpoint, Path(self.broadcast(str(filepath))))
-
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Loads what :meth:`save_checkpoint` wrote on any number of ranks; collective."""
-        assert self.lightning_module is not None
-        path = Path(self.broadcast(str(checkpoint_path)))
-        return checkpoints.load(path, self.lightning_module, self.optimizers, self.tables)
+    # Failures.
 
     def on_exception(self, exception: BaseException) -> None:
         """Says which ranks are gone: a broken connection names none."""
@@ -427,6 +411,7 @@ class HybridShardedStrategy(ParallelStrategy):
         """Leaves parameters where they are: sharded ones cannot move."""
         assert self.cluster_environment is not None
         assert self.accelerator is not None
+        self._end_checkpoints()
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -35,3 +35,30 @@ def broadcast(obj: Any, src: int = 0) -> Any:
     objects = [obj]
     dist.broadcast_object_list(objects, src)
     return objects[0]
+
+
+def raise_together(error: Exception | None) -> None:
+    """Raises on all ranks what any of them found, so that none waits for the others; collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, error)
+    found = next((problem for problem in everyone if problem is not None), None)
+    if found is not None:
+        raise found
+
+
+def agree_on_path(path: str | None) -> str | None:
+    """The first rank's path, if all ranks have one or none has; collective.
+
+    Raises:
+        FileNotFoundError: On every rank, if only some have one: they would wait for the others.
+    """
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, path)
+    without = [rank for rank, found in enumerate(everyone) if found is None]
+    if without and len(without) < len(everyone):
+        raise FileNotFoundError(
+            f"rank {', '.join(map(str, without))} found no checkpoint to go on from, others found "
+            f"{next(found for found in everyone if found is not None)}: checkpoints must lie on a file system that all "
+            "ranks share"
+        )
+    return everyone[0]

@@ -9,6 +9,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_method
 
+from lightning_gem.strategies.collectives import Means, install
 from lightning_gem.strategies.dense import (
     WrapRule,
     check_parameters,
@@ -42,6 +43,7 @@ class DenseConfig:
         reshard_after_forward: Free gathered parameters between forward and backward.
         param_dtype: Type in which parameters are gathered and used.
         reduce_dtype: Type in which gradients are reduced.
+        means: How parameters are gathered and gradients reduced.
     """
 
     wrap: list[str] | Literal["auto"] | WrapRule
@@ -49,6 +51,7 @@ class DenseConfig:
     reshard_after_forward: bool
     param_dtype: torch.dtype
     reduce_dtype: torch.dtype
+    means: Means = "plain"
 
     @property
     def rule(self) -> WrapRule | None:
@@ -134,7 +137,10 @@ def shard_module(
             shard_experts(unit, meshes)
 
     ignored = sharded_tables.parameters() if sharded_tables is not None else set()
-    shard_dense(module, units, meshes, experts, ignored, prepare, dense.policy, dense.reshard_after_forward)
+    own_units = shard_dense(module, units, meshes, experts, ignored, prepare, dense.policy, dense.reshard_after_forward)
+    axes = meshes.axes
+    sizes = [axes.expert_shard if name in experts else axes.shard for name in own_units]
+    install(own_units.values(), sizes, dense.means)
     for step in _STEPS:
         # Lightning calls these without going through the module's forward.
         if is_overridden(step, module):

@@ -1,41 +1,52 @@
 """What one step of training means on many ranks: whose samples count how much, and when it must not go on."""
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gem.strategies.batches import gather_numbers, num_samples
+from lightning_gem.strategies.batches import gather_numbers
 
 
-def exchange_sizes(batch: Any, is_filler: bool, device: torch.device) -> list[tuple[int, bool]]:
-    """Tells all ranks the batch sizes of the step; collective.
+@dataclass(frozen=True)
+class RankStep:
+    """What a rank tells the others before a step.
 
-    Returns:
-        Samples (-1 if unknown) by rank, and whether they count.
+    Attributes:
+        samples: Size of its batch; -1 if unknown.
+        counts: Whether the batch counts, or only stands in.
+        asked: Whether it was asked to save and to be started again.
+        failed: Whether its checkpoint could not be written.
     """
-    own = num_samples(batch)
-    return [
-        (size, bool(counts))
-        for size, counts in gather_numbers([-1 if own is None else own, int(not is_filler)], device)
-    ]
+
+    samples: int
+    counts: bool
+    asked: bool = False
+    failed: bool = False
 
 
-def loss_weight(sizes: list[tuple[int, bool]], rank: int, weighting: Literal["samples", "ranks"]) -> float:
+def exchange(own: RankStep, device: torch.device) -> list[RankStep]:
+    """What every rank tells; collective."""
+    numbers = gather_numbers([own.samples, own.counts, own.asked, own.failed], device)
+    return [RankStep(samples, *map(bool, flags)) for samples, *flags in numbers]
+
+
+def loss_weight(ranks: list[RankStep], rank: int, weighting: Literal["samples", "ranks"]) -> float:
     """Factor on this rank's loss that makes the mean over ranks the mean over samples (or over ranks that count)."""
-    by_samples = weighting == "samples" and all(size >= 0 for size, _ in sizes)
-    weights = [(size if by_samples else 1) * counts for size, counts in sizes]
-    return weights[rank] * len(sizes) / max(sum(weights), 1)
+    by_samples = weighting == "samples" and all(step.samples >= 0 for step in ranks)
+    weights = [(step.samples if by_samples else 1) * step.counts for step in ranks]
+    return weights[rank] * len(ranks) / max(sum(weights), 1)
 
 
-def check_equal(sizes: list[tuple[int, bool]]) -> None:
+def check_equal(ranks: list[RankStep]) -> None:
     """Refuses unequal batches.
 
     Raises:
         ValueError: On every rank.
     """
-    samples = [size for size, _ in sizes]
+    samples = [step.samples for step in ranks]
     if len(set(samples)) > 1:
         raise ValueError(
             f"the batches of the ranks have {samples} samples: tables of an EmbeddingBagCollection that are split by "
@@ -43,15 +54,15 @@ def check_equal(sizes: list[tuple[int, bool]]) -> None:
         )
 
 
-def tell_experts(experts: dict[str, Any], sizes: list[tuple[int, bool]]) -> None:
+def tell_experts(experts: dict[str, Any], ranks: list[RankStep]) -> None:
     """Hands the exchanges of expert modules the batch sizes of their group, where they differ."""
-    samples = [size for size, _ in sizes]
+    samples = [step.samples for step in ranks]
     unequal = len(set(samples)) > 1 and -1 not in samples
     for module in experts.values():
         exchange = module.expert_exchange
         if exchange is not None:
-            ranks = dist.get_process_group_ranks(exchange.group)
-            exchange.samples = [samples[rank] for rank in ranks] if unequal else None
+            group = dist.get_process_group_ranks(exchange.group)
+            exchange.samples = [samples[rank] for rank in group] if unequal else None
 
 
 def nonfinite_ranks(loss: Tensor, device: torch.device) -> list[int]:

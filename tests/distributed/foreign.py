@@ -8,13 +8,13 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.distributed.optim import _apply_optimizer_in_backward
 from torch.utils.data import DataLoader, IterableDataset
-from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_gem.optimizers import DenseAndTables, dense_parameters, table_optimizers
+from tests.distributed.torchrec_models import DLRM, DLRM_DCN
 
 ROWS = {"small": 20, "large": 100, "middle": 40}
 KEYS = list(ROWS)

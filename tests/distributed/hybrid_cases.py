@@ -17,19 +17,19 @@ import torch
 import torch.distributed as dist
 import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.cli import LightningCLI
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from lightning_gem.models import GEM, ExpertsConfig, GEMConfig, GEMModule
 from lightning_gem.models.experts import WukongExperts
-from lightning_gem.strategies import HybridShardedStrategy, TableConfig, checkpoint
+from lightning_gem.strategies import HybridShardedStrategy, TableConfig, checkpoint_files
 from lightning_gem.strategies.checkpoint import full_state_dict
 from lightning_gem.strategies.experts import shard_experts
 from lightning_gem.strategies.mesh import build_meshes, resolve_axes
 from tests.distributed.foreign import ClickData, LitDLRM
-from tests.helpers import ToyData, ToySource
+from tests.helpers import ToyData, ToySource, make_schema
 
 
 class Record(Callback):
@@ -348,11 +348,28 @@ def refused(folder: Path) -> dict[str, Any]:
     saved, damaged = str(folder / "checkpoints" / "epoch=0.ckpt"), folder / "damaged.ckpt"
     manual = LitDLRM()
     manual.automatic_optimization = False
+    borrowed = LitDLRM()
+    borrowed.head = torch.nn.Linear(8, 20, bias=False)
+    borrowed.head.weight = borrowed.model.sparse_arch.embedding_bag_collection.embedding_bags["t_small"].weight
+    network = GEM(make_schema(), GEMConfig(width=16))
+    meshes = LitDLRM()
+    meshes.network, meshes.other = network, torch.nn.Module()
+    meshes.other.weight = next(network.layers[0].experts.parameters())
     attempts: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
         "accumulate": (LitDLRM(), {}, {"accumulate_grad_batches": 2}),
         "precision": (LitDLRM(), {}, {"precision": "bf16-true"}),
         "anomaly": (LitDLRM(), {}, {"detect_anomaly": True}),
         "swa": (LitDLRM(), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),
+        "ema": (LitDLRM(), {}, {"callbacks": [EMAWeightAveraging()]}),
+        "link": (
+            LitDLRM(),
+            {"async_checkpoints": True},
+            {"callbacks": [ModelCheckpoint(folder, save_last="link")], "enable_checkpointing": True},
+        ),
+        "tier": (LitDLRM(), {"host_size": 1, "expert": 2}, {}),
+        "symmetric": (LitDLRM(), {"sm_free_collectives": "require"}, {}),
+        "borrowed": (borrowed, {}, {}),
+        "two_meshes": (meshes, {"expert": 2}, {}),
         "batchnorm": (LitDLRM(), {}, {"sync_batchnorm": True}),
         "manual": (manual, {}, {}),
         "experts": (LitDLRM(), {"expert": 2}, {}),
@@ -458,13 +475,13 @@ def interrupted(folder: Path) -> dict[str, Any]:
     before = full_state_dict(run.lightning_module, strategy.tables)
     run = trainer(folder, HybridShardedStrategy(), max_steps=4)
     run.fit(LitDLRM(), ClickData(), ckpt_path=str(path))
-    with mock.patch.object(checkpoint, "_flush", side_effect=OSError("killed")), contextlib.suppress(OSError):
+    with mock.patch.object(checkpoint_files, "flush", side_effect=OSError("killed")), contextlib.suppress(RuntimeError):
         run.save_checkpoint(path)
     strategy = HybridShardedStrategy()
     run = trainer(folder, strategy)
     run.validate(LitDLRM(), ClickData(), ckpt_path=str(path), verbose=False)
     first = {"before": before, "weights": full_state_dict(run.lightning_module, strategy.tables)}
-    names = sorted(file.name for file in folder.iterdir() if "again" in file.name)
+    names = sorted(str(file.relative_to(folder)) for file in folder.rglob("again*"))
     return {**first, "names": names}
 
 

@@ -154,7 +154,7 @@ def test_id_outside_of_its_table_stops(results: Results) -> None:
 def test_interrupted_save_keeps_the_old_checkpoint(results: Results) -> None:
     (rank,) = results(1, "interrupted")
     compare_weights([rank], {"weights": rank["before"]})
-    assert rank["names"] == [".again.ckpt.partial", "again.ckpt"]
+    assert rank["names"] == [".saving/again.ckpt", "again.ckpt"]
 
 
 def test_a_killed_rank_is_named_and_the_last_checkpoint_loads(tmp_path: Path) -> None:
@@ -188,6 +188,12 @@ def test_foreign_module_in_plain_lightning_cli(results: Results, tmp_path: Path)
         ("precision", "bf16-true"),
         ("anomaly", "detect_anomaly=True"),
         ("swa", "StochasticWeightAveraging"),
+        ("ema", "callback EMAWeightAveraging copies whole weights"),
+        ("link", 'save_last="link" of ModelCheckpoint'),
+        ("tier", "expert=2 is larger than the host of 1 ranks"),
+        ("symmetric", 'sm_free_collectives="require", but there is no symmetric memory here'),
+        ("borrowed", "are the same parameter, but a table is sharded by TorchRec"),
+        ("two_meshes", "are the same parameter in two FSDP units"),
         ("batchnorm", "sync_batchnorm=True"),
         ("manual", "automatic_optimization=False"),
         ("experts", "declares no experts"),

@@ -168,11 +168,6 @@ def test_documented_yaml(page: str, tmp_path: Path) -> None:
     assert isinstance(cli.trainer.strategy, HybridShardedStrategy)
 
 
-@pytest.mark.parametrize("name", compat.__all__)
-def test_private_names_exist(name: str) -> None:
-    assert callable(getattr(compat, name))
-
-
 def test_private_names_are_confined_to_compat() -> None:
     for path in PACKAGE.glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
