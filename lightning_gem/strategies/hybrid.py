@@ -11,9 +11,11 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint as checkpoints
 from lightning_gem.strategies import collectives, processes, steps
 from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
@@ -26,12 +28,15 @@ from lightning_gem.strategies.compat import (
     reduce_over_ranks,
     reset_seed,
 )
-from lightning_gem.strategies.embeddings import ShardedTables, TableConfig
+from lightning_gem.strategies.embeddings import ShardedTables
 from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
+from lightning_gem.strategies.pipeline import Ahead, LookAhead, Pipeline, without_ahead
+from lightning_gem.strategies.report import LayoutReport, layout_report
 from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
 from lightning_gem.strategies.steps import RankStep
+from lightning_gem.strategies.table_plan import TableConfig
 from lightning_gem.strategies.table_rates import join_tables, push_learning_rate
 
 log = logging.getLogger(__name__)
@@ -73,6 +78,8 @@ class HybridShardedStrategy(CheckpointHooks):
         weights: File to start from, as ``lightning_gem.strategies.export`` writes it.
         sm_free_collectives: Gather dense parameters by copy engines and symmetric memory (NCCL 2.28, CUDA): ``auto``
             where there is such a thing, ``require`` or an error.
+        pipeline: Copy the next batch to the device, and exchange its ids, beside the step of this one; ``auto``: on
+            CUDA.
         process_group_backend: ``nccl`` or ``gloo``; by device when not given.
         timeout_seconds: Time after which a collective fails.
     """
@@ -105,6 +112,7 @@ class HybridShardedStrategy(CheckpointHooks):
         grow_tables: bool = False,
         weights: str | None = None,
         sm_free_collectives: Literal["off", "auto", "require"] = "off",
+        pipeline: bool | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
@@ -127,6 +135,7 @@ class HybridShardedStrategy(CheckpointHooks):
         self.loss_weighting: Literal["samples", "ranks"] = loss_weighting
         self.nonfinite_loss = nonfinite_loss
         self.sm_free_collectives: collectives.Mode = sm_free_collectives
+        self.pipeline = pipeline
         self.process_group_backend = process_group_backend
         if self.table_config.sync_interval < 1:
             raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
@@ -138,6 +147,7 @@ class HybridShardedStrategy(CheckpointHooks):
         self._is_filler = False
         self._steps = 0
         self._roll_call = RollCall()
+        self._pipeline: Pipeline | None = None
 
     @property
     def tables(self) -> ShardedTables | None:
@@ -240,13 +250,14 @@ class HybridShardedStrategy(CheckpointHooks):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync, self._saver is not None)
+        check_trainer(trainer, self.precision_plugin, self._layer_sync, self._saver is not None)
         self._watch_steps(trainer)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         if self._sharded is None or self._sharded.module is not self.lightning_module:
             self._shard(self.lightning_module)
+        self._set_up_pipeline(trainer)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -269,9 +280,37 @@ class HybridShardedStrategy(CheckpointHooks):
             self._ranks_of_host,
             self.root_device,
             seed,
+            self._trainer is not None and self.table_config.holds_updates(self._trainer),
         )
         if self.weights is not None:
             checkpoints.load(self.weights, module, [], self.tables, self.grow_tables)
+
+    def _set_up_pipeline(self, trainer: Trainer) -> None:
+        is_on = self.root_device.type == "cuda" if self.pipeline == "auto" else self.pipeline
+        if is_on and not is_overridden("on_before_batch_transfer", trainer.lightning_module):
+            self._pipeline = self._pipeline or Pipeline(self._move, self.root_device)
+            if self.tables is not None:
+                self._pipeline.attach(self.tables.modules)
+
+    def layout_report(self, samples: int, ids_per_feature: float = 1.0) -> LayoutReport:
+        """Memory of this rank, and the bytes that it sends by axis in a step; after :meth:`setup`.
+
+        Args:
+            samples: Batch size of a rank.
+            ids_per_feature: Mean number of ids of a feature in a sample.
+        """
+        assert self._sharded is not None
+        assert self.meshes is not None
+        dense = self.dense_config
+        return layout_report(
+            self._sharded.module,
+            self.tables,
+            self.meshes.axes,
+            samples,
+            ids_per_feature,
+            dense.param_dtype.itemsize,
+            dense.reduce_dtype.itemsize,
+        )
 
     # Optimizers.
 
@@ -279,17 +318,12 @@ class HybridShardedStrategy(CheckpointHooks):
         """Makes the module's optimizers and gives the tables' learning rate to the first of them.
 
         Raises:
-            ValueError: If gradients are accumulated over several batches although tables update in every backward.
+            ValueError: If nothing says the learning rate of the tables.
         """
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if self.tables is None:
             return
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but tables are updated in every backward: "
-                "set it to 1 and raise the batch size"
-            )
         assert self._sharded is not None
         self.optimizers = join_tables(
             list(self.optimizers), self.tables, self.table_config.lr, self._sharded.attached_lr
@@ -298,8 +332,15 @@ class HybridShardedStrategy(CheckpointHooks):
     # Steps.
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes loaders end together on all ranks."""
-        return even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
+        """Makes loaders end together on all ranks, and reads training batches ahead."""
+        loader = even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
+        if self._pipeline is None:
+            return loader
+        return LookAhead(loader, lambda: self._trainer is not None and self._trainer.training, dataloader)
+
+    def _move(self, batch: Any) -> Any:
+        batch = self.precision_plugin.convert_input(batch)
+        return super().batch_to_device(batch, self.root_device, 0)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, and remembers whether it only stands in for one.
@@ -307,6 +348,11 @@ class HybridShardedStrategy(CheckpointHooks):
         Raises:
             ValueError: If several training loaders of which one ran out are combined.
         """
+        if isinstance(batch, Ahead):
+            assert self._pipeline is not None
+            self._is_filler = batch.is_filler
+            return self._pipeline.take(batch)
+        batch = without_ahead(batch)
         self._is_filler = isinstance(batch, Filler)
         parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
         if any(isinstance(part, Filler) for part in parts):
@@ -346,7 +392,8 @@ class HybridShardedStrategy(CheckpointHooks):
             push_learning_rate(list(self.optimizers), self.tables)
         with self._step(batch) as ranks:
             self._start_of_step(ranks)
-            return super().training_step(batch, *args, **kwargs)
+            with nullcontext() if self._pipeline is None else self._pipeline.around_forward():
+                return super().training_step(batch, *args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`training_step`."""
@@ -378,20 +425,33 @@ class HybridShardedStrategy(CheckpointHooks):
                     "look for extreme inputs, lower the learning rates, or set nonfinite_loss: skip"
                 )
             rank_zero_info(f"hybrid_sharded: step skipped, the loss is not finite on rank {ranks}")
+            if self.tables is not None:
+                self.tables.gather()
             return closure_loss
-        return super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
+        if self.tables is not None:
+            self.tables.copies.finish_backward()
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps, and averages the copies of the tables when it is time."""
+        """Steps, updates tables whose updates were held back, and averages their copies when it is time."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._steps += 1
-        if self.tables is not None and self._steps % self.table_config.sync_interval == 0:
-            self.tables.synchronize()
+        if self.tables is not None and isinstance(optimizer, DenseAndTables):
+            self._steps += 1
+            self.tables.step()
+            if self._steps % self.table_config.sync_interval == 0:
+                self.tables.synchronize()
         return result
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = clip_by_norm(parameters, float(clip_val))
+
+    def on_train_end(self) -> None:
+        """Ends what is under way, for a batch that will not be used and of a checkpoint; collective."""
+        if self._pipeline is not None:
+            self._pipeline.drain()
+        super().on_train_end()
 
     def on_validation_start(self) -> None:
         """Validates the mean of the copies of the tables."""
