@@ -11,15 +11,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint as checkpoints
 from lightning_gem.strategies import collectives, processes, steps
-from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
-from lightning_gem.strategies.checkpoint_hooks import CheckpointHooks
+from lightning_gem.strategies.batches import nothing_counted, num_samples
 from lightning_gem.strategies.checks import check_trainer
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
@@ -31,8 +29,8 @@ from lightning_gem.strategies.compat import (
 from lightning_gem.strategies.embeddings import ShardedTables
 from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
+from lightning_gem.strategies.loader_hooks import LoaderHooks
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
-from lightning_gem.strategies.pipeline import Ahead, LookAhead, Pipeline, without_ahead
 from lightning_gem.strategies.report import LayoutReport, layout_report
 from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
 from lightning_gem.strategies.steps import RankStep
@@ -44,7 +42,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class HybridShardedStrategy(CheckpointHooks):
+class HybridShardedStrategy(LoaderHooks):
     """Trains a model with TorchRec collections, dense layers and experts on any number of ranks.
 
     Every size is a number of ranks or ``"auto"``; ``replicate * shard`` and ``table_replicate * table`` are the world
@@ -116,7 +114,7 @@ class HybridShardedStrategy(CheckpointHooks):
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        super().__init__(async_checkpoints, grow_tables, timedelta(seconds=timeout_seconds))
+        super().__init__(pipeline, async_checkpoints, grow_tables, timedelta(seconds=timeout_seconds))
         self.weights = Path(weights) if weights is not None else None
         self.sizes: dict[str, Size] = {
             "replicate": replicate,
@@ -135,7 +133,6 @@ class HybridShardedStrategy(CheckpointHooks):
         self.loss_weighting: Literal["samples", "ranks"] = loss_weighting
         self.nonfinite_loss = nonfinite_loss
         self.sm_free_collectives: collectives.Mode = sm_free_collectives
-        self.pipeline = pipeline
         self.process_group_backend = process_group_backend
         if self.table_config.sync_interval < 1:
             raise ValueError(f"tables.sync_interval must be positive, not {self.table_config.sync_interval}")
@@ -144,10 +141,8 @@ class HybridShardedStrategy(CheckpointHooks):
         self.gradient_norm: Tensor | None = None
         self._sharded: Sharded | None = None
         self._loss_weight = 1.0
-        self._is_filler = False
         self._steps = 0
         self._roll_call = RollCall()
-        self._pipeline: Pipeline | None = None
 
     @property
     def tables(self) -> ShardedTables | None:
@@ -285,13 +280,6 @@ class HybridShardedStrategy(CheckpointHooks):
         if self.weights is not None:
             checkpoints.load(self.weights, module, [], self.tables, self.grow_tables)
 
-    def _set_up_pipeline(self, trainer: Trainer) -> None:
-        is_on = self.root_device.type == "cuda" if self.pipeline == "auto" else self.pipeline
-        if is_on and not is_overridden("on_before_batch_transfer", trainer.lightning_module):
-            self._pipeline = self._pipeline or Pipeline(self._move, self.root_device)
-            if self.tables is not None:
-                self._pipeline.attach(self.tables.modules)
-
     def layout_report(self, samples: int, ids_per_feature: float = 1.0) -> LayoutReport:
         """Memory of this rank, and the bytes that it sends by axis in a step; after :meth:`setup`.
 
@@ -330,37 +318,6 @@ class HybridShardedStrategy(CheckpointHooks):
         )
 
     # Steps.
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes loaders end together on all ranks, and reads training batches ahead."""
-        loader = even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
-        if self._pipeline is None:
-            return loader
-        return LookAhead(loader, lambda: self._trainer is not None and self._trainer.training, dataloader)
-
-    def _move(self, batch: Any) -> Any:
-        batch = self.precision_plugin.convert_input(batch)
-        return super().batch_to_device(batch, self.root_device, 0)
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, and remembers whether it only stands in for one.
-
-        Raises:
-            ValueError: If several training loaders of which one ran out are combined.
-        """
-        if isinstance(batch, Ahead):
-            assert self._pipeline is not None
-            self._is_filler = batch.is_filler
-            return self._pipeline.take(batch)
-        batch = without_ahead(batch)
-        self._is_filler = isinstance(batch, Filler)
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-        if any(isinstance(part, Filler) for part in parts):
-            raise ValueError(
-                "several training loaders are combined and one of them has fewer batches on some ranks: give every "
-                "rank the same number"
-            )
-        return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
 
     def _exchange(self, batch: Any) -> list[RankStep]:
         samples = num_samples(batch)
@@ -446,12 +403,6 @@ class HybridShardedStrategy(CheckpointHooks):
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self.gradient_norm = clip_by_norm(parameters, float(clip_val))
-
-    def on_train_end(self) -> None:
-        """Ends what is under way, for a batch that will not be used and of a checkpoint; collective."""
-        if self._pipeline is not None:
-            self._pipeline.drain()
-        super().on_train_end()
 
     def on_validation_start(self) -> None:
         """Validates the mean of the copies of the tables."""

@@ -102,7 +102,9 @@ def squares(folder: Path) -> dict[str, Any]:
     """Row-wise AdaGrad with two copies, its squares scaled or not."""
     layout = {"table_replicate": 2, "replicate": 2}
     tables = {"lr": RATE, "eps": EPS}
-    return {str(scale): dlrm({**tables, "square_scale": scale}, **layout)(folder)["weights"] for scale in (1.0, "auto")}
+    data = {"steps": [[4, 4]] * 10}
+    cases = {str(scale): dlrm({**tables, "square_scale": scale}, **layout, data=data) for scale in (1.0, "auto")}
+    return {name: case(folder)["weights"] for name, case in cases.items()}
 
 
 def simulate_squares(num_copies: int, scale: float, steps: int = 10, batch: int = 8) -> dict[str, torch.Tensor]:
