@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from lightning_gem.strategies.batches import Filler
@@ -133,7 +133,7 @@ def _look_up(batch: Any, place: Place) -> Any:
 
 def _record_stream(value: Any, stream: Any) -> None:
     """Tells the allocator that tensors made on another stream are used on this one."""
-    if isinstance(value, Tensor | KeyedJaggedTensor):
+    if hasattr(value, "record_stream"):
         value.record_stream(stream)
     else:
         for _, part in _parts(value):
@@ -203,6 +203,9 @@ class Pipeline:
         following = current.following
         if following is None:
             return
+        if self.stream is not None:
+            # Nothing of this step is read beside it, but memory of the last step's batch may be used again.
+            self.stream.wait_stream(torch.cuda.current_stream())
         with self._beside():
             following.moved = self.move(following.batch.batch if following.is_filler else following.batch)
             fresh: dict[str, list[_Sent]] = {}
@@ -239,7 +242,6 @@ class Pipeline:
     def _beside(self) -> AbstractContextManager[Any]:
         if self.stream is None:
             return nullcontext()
-        # It need not wait for the step: nothing of it is read here.
         return torch.cuda.stream(self.stream)
 
     def drain(self) -> None:

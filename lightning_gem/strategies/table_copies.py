@@ -155,11 +155,17 @@ class ShardedCopies:
         lookups: TorchRec's lookup modules of this rank; hooks are attached to them.
         group: Ranks that hold copies of the same shards.
         update_in_backward: Whether backward updates; else :meth:`begin_update` says when.
+
+    Raises:
+        ValueError: For tables of integers.
     """
 
     def __init__(self, lookups: list[nn.Module], group: dist.ProcessGroup, update_in_backward: bool = True) -> None:
         self.buffers: list[tuple[_Buffer, list[_Buffer]]] = []
         for lookup in lookups:
+            kernel: Any = lookup.emb_module
+            if not all(table.is_floating_point() for table in kernel.split_embedding_weights()):
+                raise ValueError("tables.copies: sharded cannot average tables of integers: use whole")
             weights, *state = [_Buffer(flat, group) for flat in buffers(lookup)]
             self.buffers.append((weights, state))
             self._attach(lookup, weights, state, update_in_backward)
