@@ -18,7 +18,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import CSVLogger, WandbLogger
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_gem.callbacks import PredictionWriter, QualityTable, ResumableCheckpoint
+from lightning_gem.callbacks import EfficiencyMonitor, PredictionWriter, QualityTable, ResumableCheckpoint
 from lightning_gem.data import RecDataModule
 from lightning_gem.models import GEMModule
 
@@ -75,6 +75,7 @@ class GEMCLI(LightningCLI):
                 "checkpoint.enable_version_counter": False,
             }
         )
+        parser.add_lightning_class_args(EfficiencyMonitor, "efficiency")
         parser.add_lightning_class_args(QualityTable, "quality_table")
         parser.add_lightning_class_args(PredictionWriter, "predictions")
 

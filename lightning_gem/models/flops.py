@@ -5,15 +5,20 @@ n`` counts ``2 m k n``, attention ``4 width`` per pair of query and key.
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+from torch import nn
 
+from lightning_gem.data.batch import RecBatch
 from lightning_gem.data.schema import Schema
+from lightning_gem.efficiency.work import StepWork
 from lightning_gem.kernels import pairs
-from lightning_gem.models.config import GEMConfig
-from lightning_gem.models.gem import NUM_TIME_FEATURES
+from lightning_gem.models.config import GEMConfig, SequenceConfig
+from lightning_gem.models.ensemble import Ensemble
+from lightning_gem.models.gem import GEM, NUM_TIME_FEATURES
 
 ATTENTION = "attention"
 
@@ -101,13 +106,8 @@ def _tower_flops(
         else:
             flops["pooling_compression"] += 2 * batch_size * tower.num_tokens * width * config.width
     if config.is_attention_layer(layer):
-        count = {
-            "full": pairs.full_pairs,
-            "window": lambda values: pairs.window_pairs(values, tower.window),
-            "block": lambda values: pairs.block_pairs(values, tower.window),
-        }[tower.attention]
         flops["self_attention_projections"] = 8 * num_events * width**2
-        flops[f"self_{ATTENTION}"] = 4 * width * int(count(lengths))
+        flops[f"self_{ATTENTION}"] = 4 * width * int(_pair_count(tower)(lengths))
     return flops
 
 
@@ -129,3 +129,84 @@ def _head_flops(config: GEMConfig, in_features: int, num_tasks: int, batch_size:
     products = sum(a * b for a, b in zip(shared[:-1], shared[1:], strict=True))
     products += num_tasks * sum(a * b for a, b in zip(task[:-1], task[1:], strict=True))
     return 2 * batch_size * products
+
+
+@dataclass(frozen=True)
+class WorkFormula:
+    """:func:`training_flops` as a sum over what varies, for every step of a run.
+
+    All figures are pairs: FLOPs in torch's convention, and in the strict one.
+
+    Attributes:
+        per_step: Whatever the batch (2,).
+        per_request: (2,).
+        per_event: By sequence (2,).
+        per_pair: By sequence, per visible pair of its self-attention (2,).
+        pairs: By sequence, counts the visible pairs of lengths.
+    """
+
+    per_step: npt.NDArray[np.float64]
+    per_request: npt.NDArray[np.float64]
+    per_event: dict[str, npt.NDArray[np.float64]]
+    per_pair: dict[str, npt.NDArray[np.float64]]
+    pairs: dict[str, Callable[[npt.NDArray[np.integer]], int]]
+
+    def __call__(self, lengths: Mapping[str, npt.NDArray[np.integer]], batch_size: int) -> npt.NDArray[np.float64]:
+        """FLOPs of a training step, as by :func:`training_flops`."""
+        flops = self.per_step + batch_size * self.per_request
+        for name, count in self.pairs.items():
+            flops = flops + int(lengths[name].sum()) * self.per_event[name]
+            flops = flops + int(count(lengths[name])) * self.per_pair[name]
+        return flops
+
+
+def work_formula(schema: Schema, config: GEMConfig) -> WorkFormula:
+    """The formula of a network, whose factors are those of :func:`forward_flops` for single requests and events."""
+    names = [] if config.sequence_mode == "none" else [sequence.name for sequence in schema.sequences]
+
+    def flops(batch_size: int, **lengths: int) -> npt.NDArray[np.float64]:
+        arrays = {name: np.full(batch_size, lengths.get(name, 0)) for name in names}
+        forward = forward_flops(schema, config, arrays, batch_size)
+        return np.array([training_flops(forward), training_flops(forward, attention_factor=3)])
+
+    per_step, request = flops(0), flops(1)
+    per_event, per_pair, pair_counts = {}, {}, {}
+    for name in names:
+        pair_counts[name] = _pair_count(config.tower(name))
+        one, two = (flops(1, **{name: events}) - request for events in (1, 2))
+        surplus = int(pair_counts[name](np.array([2]))) - 2  # a single event sees itself: one pair
+        per_pair[name] = (two - 2 * one) / surplus if surplus else np.zeros(2)
+        per_event[name] = one - per_pair[name]
+    return WorkFormula(per_step, request - per_step, per_event, per_pair, pair_counts)
+
+
+def _pair_count(tower: SequenceConfig) -> Callable[[npt.NDArray[np.integer]], int]:
+    if tower.attention == "full":
+        return pairs.full_pairs
+    count = pairs.window_pairs if tower.attention == "window" else pairs.block_pairs
+    return lambda lengths: count(lengths, tower.window)
+
+
+def step_work(formulas: list[WorkFormula], batch: RecBatch) -> StepWork:
+    """Work of a training step, from lengths that are on the CPU.
+
+    Args:
+        formulas: Of the network, or of every copy of an ensemble.
+        batch: Rows of this rank.
+    """
+    lengths = {name: sequence.lengths_cpu.numpy() for name, sequence in batch.sequences.items()}
+    flops, strict_flops = np.sum([formula(lengths, len(batch)) for formula in formulas], axis=0)
+    return StepWork(
+        samples=len(batch),
+        flops=float(flops),
+        strict_flops=float(strict_flops),
+        tokens=sum(int(values.sum()) for values in lengths.values()),
+        padded_tokens=sum(len(values) * int(values.max(initial=0)) for values in lengths.values()),
+    )
+
+
+def work_formulas(network: nn.Module, schema: Schema) -> list[WorkFormula] | None:
+    """Formulas of a :class:`GEM` or an :class:`Ensemble` of such; None for other networks."""
+    copies = list(network.members) if isinstance(network, Ensemble) else [network]
+    known = [copy for copy in copies if isinstance(copy, GEM)]
+    return [work_formula(schema, copy.config) for copy in known] if len(known) == len(copies) else None

@@ -15,7 +15,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_gem.data.batch import RecBatch
 from lightning_gem.data.schema import Schema
+from lightning_gem.efficiency.work import StepWork
 from lightning_gem.metrics import AUC, GAUC, Calibration, LogLoss, NormalizedEntropy, WindowedNormalizedEntropy
+from lightning_gem.models.flops import WorkFormula, step_work, work_formulas
 from lightning_gem.models.gem import GEM
 from lightning_gem.models.losses import task_losses
 from lightning_gem.models.schedules import Decay, warmup_then_decay
@@ -80,6 +82,7 @@ class GEMModule(LightningModule):
             raise ValueError(f"task_weights names {unknown[0]!r}, the schema has only the tasks {names}")
         self.task_weights = [(task_weights or {}).get(name, 1.0) for name in names]
         self.network: nn.Module | None = None
+        self.work_formulas: list[WorkFormula] | None = None
         self.train_metrics = self._per_task(
             lambda: {
                 "ne": NormalizedEntropy(),
@@ -105,6 +108,7 @@ class GEMModule(LightningModule):
         """Builds the network, once."""
         if self.network is None:
             self.network = self.make_network(self.schema)
+            self.work_formulas = work_formulas(self.network, self.schema)
 
     def forward(self, batch: RecBatch) -> Tensor:
         """Returns logits ``(B, num_tasks)``; of an ensemble in training those of every copy, see its docstring."""
@@ -183,6 +187,10 @@ class GEMModule(LightningModule):
             self.log_dict({f"{split}/{task.name}/{key}": value.float() for key, value in values.items()})
         # A task without both labels in the split has no normalized entropy; the others are still worth monitoring.
         self.log(f"{split}/ne", torch.stack(entropies).nanmean().float(), prog_bar=True)
+
+    def step_work(self, batch: RecBatch) -> StepWork | None:
+        """FLOPs and tokens of a training step on ``batch``, for :class:`lightning_gem.callbacks.EfficiencyMonitor`."""
+        return None if self.work_formulas is None else step_work(self.work_formulas, batch)
 
     def table_optimizer(self) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         """Optimizer to be fused into the tables' backward, for strategies that shard them."""

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -231,7 +230,7 @@ def _open(path: Path) -> tuple[StorageReader, dict[str, Any], dict[str, Any], di
                 raise FileNotFoundError(f"there is no file {path}")
             weights = SafetensorsReader(path, prefix="model.")
             saved = weights.read_metadata().state_dict_metadata
-            found: Any = (weights, saved, {"pytorch-lightning_version": lightning.__version__}, None)
+            found: Any = (weights, saved, {}, None)
         else:
             metadata, manifest = files.check(path)
             rest = torch.load(path / files.META, weights_only=True, map_location="cpu")

@@ -178,13 +178,14 @@ class CheckpointHooks(ParallelStrategy):
         """Loads what :meth:`save_checkpoint` wrote on any number of ranks; collective.
 
         Raises:
-            ValueError: If training is to go on from a file with weights only.
+            ValueError: If it is a file with weights only.
         """
         assert self.lightning_module is not None
         path = Path(self._agree_on_path(str(checkpoint_path)) or checkpoint_path)
         self._finish_save()
         fitting = self._trainer is not None and self._trainer.state.fn == TrainerFn.FITTING
-        if fitting and path.suffix == ".safetensors":
+        if path.suffix == ".safetensors":
+            # Modules look for entries of their own in what is loaded.
             raise ValueError(f"{path} has weights only: give it as `weights` of the strategy instead of ckpt_path")
         optimizers = list(self.optimizers) if fitting else []
         with same_squares(optimizers, self.tables):

@@ -1,7 +1,7 @@
 """All weights of a checkpoint in one safetensors file: ``python -m lightning_gem.strategies.export CHECKPOINT FILE``.
 
 One process, without a model. It holds as much in memory as one rank wrote of one tensor. The way back is
-``HybridShardedStrategy(weights=FILE)``, or ``ckpt_path=FILE`` for validate, test and predict.
+``HybridShardedStrategy(weights=FILE)``, to train, validate, test or predict.
 """
 
 import argparse

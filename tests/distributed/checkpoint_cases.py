@@ -244,7 +244,7 @@ def repartitioned(folder: Path) -> dict[str, Any]:
 
 
 def exported(folder: Path) -> dict[str, Any]:
-    """To one file and back: as the weights to start from, and to validate."""
+    """To one file and back, under another placement."""
     file = folder / "weights.safetensors"
     run, record = fit(folder, model=LitDLRM(), data=ClickData(), tables=TableConfig(lr=0.1, sharding="column_wise"))
     run.save_checkpoint(folder / "export.ckpt")
@@ -255,17 +255,14 @@ def exported(folder: Path) -> dict[str, Any]:
     other = trainer(folder, own)
     other.validate(LitDLRM(), ClickData(), verbose=False)
     started = full_state_dict(other.lightning_module, own.tables)
-    results = [float(other.callback_metrics["val_loss"])]
-    other = trainer(folder, strategy())
-    other.validate(LitDLRM(), ClickData(), ckpt_path=str(file), verbose=False)
-    results.append(float(other.callback_metrics["val_loss"]))
+    validated = float(other.callback_metrics["val_loss"])
     try:
         fit(folder, model=LitDLRM(), data=ClickData(), ckpt_path=str(file))
         message = "nothing was raised"
     except ValueError as error:
         message = str(error)
     expected = float(run.callback_metrics["val_loss"])
-    return {"weights": record.weights, "started": started, "val": results, "expected": expected, "message": message}
+    return {"weights": record.weights, "started": started, "val": validated, "expected": expected, "message": message}
 
 
 class Signal(Callback):

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lightning_gem.strategies import HybridShardedStrategy, TableConfig
+from lightning_gem.strategies.checkpoint import full_state_dict
 from lightning_gem.strategies.collectives import (
     NCCLWindows,
     SymmetricAllGather,
@@ -29,7 +30,6 @@ from lightning_gem.strategies.collectives import (
 from lightning_gem.strategies.export import export
 from lightning_gem.strategies.safetensors import map_tensors
 from tests.distributed.foreign import ClickData, LitDLRM
-from tests.distributed.hybrid_cases import Record, trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -91,28 +91,54 @@ def test_units_train_the_same(means: Any) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
 
 
-def _fit(folder: Path, ckpt_path: Path | None = None, device: str = "gpu", **options: Any) -> tuple[Any, Record]:
-    keep = ModelCheckpoint(folder / "saves", filename="{step}", every_n_train_steps=5, save_top_k=-1)
-    record = Record()
-    seed_everything(0, verbose=False)
+class _Weights(Callback):
+    """Whole weights at the end."""
+
+    weights: dict[str, torch.Tensor]
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Gathers them."""
+        self.weights = full_state_dict(pl_module, getattr(trainer.strategy, "tables", None))
+
+
+def _fit(
+    folder: Path, ckpt_path: Path | None = None, device: str = "gpu", **options: Any
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    callbacks: list[Callback] = [_Weights()]
     strategy: Any = "auto"
     if device == "gpu":
         strategy = HybridShardedStrategy(tables=TableConfig(optimizer="sgd"), timeout_seconds=60, **options)
-    callbacks = [record, *([keep] if device == "gpu" and ckpt_path is None else [])]
-    run = trainer(folder, strategy, accelerator=device, devices=1, callbacks=callbacks, enable_checkpointing=True)
-    run.fit(LitDLRM(), ClickData(), ckpt_path=str(ckpt_path) if ckpt_path is not None else None)
-    return run, record
+        if ckpt_path is None:
+            callbacks.append(ModelCheckpoint(folder / "saves", filename="{step}", every_n_train_steps=5, save_top_k=-1))
+    seed_everything(0, verbose=False)
+    model = LitDLRM()
+    run = Trainer(
+        accelerator=device,
+        devices=1,
+        strategy=strategy,
+        max_epochs=1,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=len(callbacks) > 1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    run.fit(model, ClickData(), ckpt_path=str(ckpt_path) if ckpt_path is not None else None)
+    assert isinstance(callbacks[0], _Weights)
+    return model.losses, callbacks[0].weights
 
 
 def test_training_saving_and_resuming(tmp_path: Path) -> None:
-    _, whole = _fit(tmp_path, async_checkpoints=True, sm_free_collectives="auto")
-    _, reference = _fit(tmp_path, device="cpu")
-    torch.testing.assert_close(torch.tensor(whole.losses), torch.tensor(reference.losses), rtol=0, atol=1e-4)
+    losses, weights = _fit(tmp_path, async_checkpoints=True, sm_free_collectives="auto")
+    expected, _ = _fit(tmp_path, device="cpu")
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-4)
     saves = tmp_path / "saves"
     assert not (saves / ".saving").exists()
-    _, rest = _fit(tmp_path, ckpt_path=saves / "step=10.ckpt")
-    # The loader has no position of its own, so the rest of the epoch sees its first batches; that it runs is the check.
-    assert len(rest.losses) == 10
+    # The loader has neither a position nor a length, so it starts over.
+    rest, _ = _fit(tmp_path, ckpt_path=saves / "step=10.ckpt")
+    assert len(rest) == 20
+    assert rest[0] < losses[0]
     export(saves / "step=20.ckpt", tmp_path / "all.safetensors")
     for name, value in map_tensors(tmp_path / "all.safetensors").items():
-        torch.testing.assert_close(value, whole.weights[name], rtol=0, atol=0)
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=0)
