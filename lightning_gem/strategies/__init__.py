@@ -6,8 +6,8 @@ Importing this package registers ``hybrid_sharded``, so that ``strategy: hybrid_
 
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_gem.strategies.embeddings import TableConfig
 from lightning_gem.strategies.hybrid import HybridShardedStrategy
+from lightning_gem.strategies.table_plan import TableConfig
 
 __all__ = ["HybridShardedStrategy", "TableConfig"]
 

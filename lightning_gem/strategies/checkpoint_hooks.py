@@ -21,6 +21,7 @@ from lightning_gem.strategies.embeddings import ShardedTables
 from lightning_gem.strategies.rank_state import restore_streams
 from lightning_gem.strategies.requeue import Requeue, StepEnd
 from lightning_gem.strategies.steps import RankStep
+from lightning_gem.strategies.table_rates import same_squares
 
 log = logging.getLogger(__name__)
 
@@ -187,8 +188,9 @@ class CheckpointHooks(ParallelStrategy):
             # Modules look for entries of their own in what is loaded.
             raise ValueError(f"{path} has weights only: give it as `weights` of the strategy instead of ckpt_path")
         optimizers = list(self.optimizers) if fitting else []
-        loaded = checkpoints.load(
-            path, self.lightning_module, optimizers, self.tables, self.grow_tables, self._data_key, resume=fitting
-        )
+        with same_squares(optimizers, self.tables):
+            loaded = checkpoints.load(
+                path, self.lightning_module, optimizers, self.tables, self.grow_tables, self._data_key, resume=fitting
+            )
         self._random_streams = loaded.pop(checkpoints.RANDOM)
         return loaded

@@ -5,21 +5,17 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision, Precision
-from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_gem.strategies.compat import detects_anomaly
 
 _WEIGHT_CALLBACKS = ("WeightAveraging", "StochasticWeightAveraging")
 
 
-def check_trainer(
-    trainer: Trainer, module: Any, precision: Precision, layer_sync: Any, async_checkpoints: bool = False
-) -> None:
+def check_trainer(trainer: Trainer, precision: Precision, layer_sync: Any, async_checkpoints: bool = False) -> None:
     """Refuses what would be wrong or ignored.
 
     Args:
-        trainer: The trainer, attached to ``module``.
-        module: LightningModule.
+        trainer: The trainer.
         precision: Precision plugin.
         layer_sync: Lightning's plugin for ``sync_batchnorm``, or None.
         async_checkpoints: Whether checkpoints are complete only some time after they were asked for.
@@ -40,11 +36,6 @@ def check_trainer(
                 'save_last="link" of ModelCheckpoint would point to a checkpoint that async_checkpoints has not '
                 "finished: set save_last: true, or async_checkpoints: false"
             )
-    if trainer.state.fn == TrainerFn.FITTING and not module.automatic_optimization:
-        # FSDP2 takes training_step for a forward, which has to end before the backward.
-        raise ValueError(
-            "automatic_optimization=False is not supported by hybrid_sharded: return the loss from training_step"
-        )
     if layer_sync is not None:
         raise ValueError("sync_batchnorm=True is not supported by hybrid_sharded: set it to false")
 

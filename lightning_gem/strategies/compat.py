@@ -48,8 +48,10 @@ __all__ = [
     "detects_anomaly",
     "distributed_is_initialized",
     "exchange_names",
+    "gather_fully_sharded",
     "in_backward_optimizers",
     "init_process_group",
+    "is_resharded",
     "move_placement",
     "optimizers_to_device",
     "placement_rank",
@@ -61,7 +63,9 @@ __all__ = [
     "reset_seed",
     "shard_modules",
     "symmetric_memory",
+    "table_lookups",
     "unflatten_mesh",
+    "version_of",
 ]
 
 
@@ -123,3 +127,24 @@ def symmetric_memory() -> Any:
 def process_group_allocates() -> bool:
     """Whether FSDP2 can take its buffers from the process group's allocator."""
     return hasattr(FSDPModule, "set_allocate_memory_from_process_group_for_comm")
+
+
+def table_lookups(module: Any) -> list[Any]:
+    """Lookup modules of a sharded collection, one per kernel: none where this rank holds nothing of it."""
+    return [lookup for group in module._lookups for lookup in getattr(group, "module", group)._emb_modules]
+
+
+def is_resharded(lookup: Any) -> bool:
+    """Whether TorchRec has freed the weights of a fully sharded lookup."""
+    return getattr(lookup, "weights_sharded", False)
+
+
+def gather_fully_sharded(lookup: Any) -> None:
+    """Gathers the weights of a fully sharded lookup again, as TorchRec does at the start of its backward."""
+    if is_resharded(lookup):
+        lookup._all_gather_table_weights()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place."""
+    return tensor._version

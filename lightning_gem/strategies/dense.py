@@ -73,6 +73,37 @@ def choose_units(root: nn.Module, rule: WrapRule | None, min_parameters: int) ->
     return units
 
 
+def called_units(root: nn.Module, units: list[str]) -> list[str]:
+    """Adds units so that all parameters are in one that the root calls, for manual optimization.
+
+    There the backward runs inside of ``training_step``, which therefore cannot be the forward of a unit around it.
+
+    Raises:
+        ValueError: If a parameter is in no module that can be called.
+    """
+    found = list(units)
+
+    def visit(name: str, module: nn.Module) -> None:
+        if name in units or is_table_module(module):
+            return
+        if name and not isinstance(module, _CONTAINERS):
+            if any(True for _ in module.parameters()):
+                found.append(name)
+            return
+        for key, child in module.named_children():
+            visit(f"{name}.{key}" if name else key, child)
+
+    visit("", root)
+    inside = [*found, *(name for name, module in root.named_modules() if is_table_module(module))]
+    for key, _ in root.named_parameters():
+        if not any(key.startswith(f"{name}.") for name in inside):
+            raise ValueError(
+                f"{key} is in no module that is called, so with automatic_optimization=False nothing could gather it: "
+                "put it into a module with a forward"
+            )
+    return found
+
+
 def large_embeddings(root: nn.Module, min_parameters: int = 1_000_000) -> list[tuple[str, int]]:
     """Names and sizes of plain embeddings that would be better off as TorchRec tables."""
     return [
@@ -206,14 +237,14 @@ def shard_dense(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool,
 ) -> dict[str, FSDPModule]:
-    """Applies ``fully_shard`` to the units, inner ones first, and to the root.
+    """Applies ``fully_shard`` to the units, inner ones first.
 
     Gradients come out as the mean over all ranks on every mesh: FSDP2 divides those of dense units by their mesh; those
     of experts have seen the samples of a whole expert group, and are divided by the world.
 
     Args:
         root: The LightningModule.
-        units: Names from :func:`choose_units`.
+        units: Names from :func:`choose_units`, and the empty name of the root.
         meshes: Device meshes.
         experts: Expert modules among the units, already units of their own.
         ignored: Parameters of tables.
@@ -222,7 +253,7 @@ def shard_dense(
         reshard_after_forward: Free gathered parameters between forward and backward.
 
     Returns:
-        The units and the root by name, in order of their sharding.
+        The units by name, in order of their sharding.
     """
 
     def placement(size: int) -> Callable[[nn.Parameter], Shard | None]:
@@ -230,7 +261,7 @@ def shard_dense(
 
     done: set[nn.Module] = set()
     sharded: dict[str, FSDPModule] = {}
-    for name in [*units, ""]:
+    for name in units:
         module = root.get_submodule(name)
         prepare(name, module, done)
         done.add(module)

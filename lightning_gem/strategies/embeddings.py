@@ -3,84 +3,43 @@
 ``shard_modules`` replaces every collection in place and wraps nothing, so names stay what they were. The copies of a
 table shard along ``table_replicate`` update on their own batches and are averaged afterwards: with SGD that equals one
 process; with AdaGrad it is another algorithm (the squares of averaged gradients are not the averages of squares), whose
-learning rate is to be tuned anew when the number of copies changes.
+learning rate is to be tuned anew when the number of copies changes. ``square_scale`` brings it closer: a row that only
+one of R copies sees in a step has there a gradient R times that of the global mean, so its square is R**2 times as
+large, and R times after the averaging; scaling squares by 1/R undoes that (source of the idea: momentum-scaled row-wise
+AdaGrad, Two-dimensional Sparse Parallelism, arXiv 2508.03854; the factor is derived here, not taken from there).
 """
 
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise
-from torchrec.distributed.types import BoundsCheckMode, ShardedModule, ShardingEnv2D, ShardingPlan, ShardingType
+from torchrec.distributed.types import BoundsCheckMode, ShardedModule, ShardingEnv2D, ShardingStrategy, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from lightning_gem.strategies.compat import (
     apply_optimizer_in_backward,
     in_backward_optimizers,
-    move_placement,
-    placement_rank,
     shard_modules,
+    table_lookups,
 )
 from lightning_gem.strategies.mesh import Meshes
-
-TableOptimizer = Literal["row_wise_adagrad", "adagrad", "sgd"]
-TableSharding = Literal["auto", "table_wise", "row_wise", "column_wise"]
+from lightning_gem.strategies.table_copies import Copies, WholeCopies, make_copies
+from lightning_gem.strategies.table_plan import BagSharder, TableConfig, move_to_group, plan_tables, table_configs
+from lightning_gem.strategies.table_updates import HeldUpdates
 
 _OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "row_wise_adagrad": RowWiseAdagrad,
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-_KINDS = ("table_wise", "row_wise", "column_wise")
+_STRATEGIES = {False: ShardingStrategy.DEFAULT, True: ShardingStrategy.FULLY_SHARDED}
 _INIT_ROWS = 8192
-
-
-class _BagSharder(EmbeddingBagCollectionSharder):
-    """Offers what the kernels can do; TorchRec's own list for the CPU is shorter."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        return [kind.value for kind in ShardingType]
-
-
-@dataclass
-class TableConfig:
-    """How tables are placed and updated.
-
-    Args:
-        sharding: ``auto``: tables that would take more than their share of a rank are split by rows, the others are
-            placed whole so that every rank holds about as much. Or one kind for all tables.
-        per_table: Kind of sharding by table name, before ``sharding``.
-        planner: ``simple``: the rule above. ``torchrec``: TorchRec's planner, with ``sharding`` and ``per_table`` as
-            its constraints; it knows costs, and takes minutes for many tables on many ranks.
-        optimizer: Optimizer that runs inside backward, for tables to which the module attached none itself.
-        lr: Learning rate of the tables; that of the module's own optimizer for them when not given. Schedulers of that
-            optimizer move it.
-        eps: Term added to the root of AdaGrad's accumulated squares.
-        bounds_check: What a lookup does with an id outside of its table: ``fatal`` stops, ``warning`` takes row 0 and
-            says so once in a while, ``ignore`` takes row 0.
-        sync_interval: Steps between two averagings of the copies along ``table_replicate``.
-    """
-
-    sharding: TableSharding = "auto"
-    per_table: dict[str, TableSharding] | None = None
-    planner: Literal["simple", "torchrec"] = "simple"
-    optimizer: TableOptimizer = "row_wise_adagrad"
-    lr: float | None = None
-    eps: float = 1e-8
-    bounds_check: Literal["fatal", "warning", "ignore"] = "fatal"
-    sync_interval: int = 1
-
-    def kind(self, table: str) -> TableSharding:
-        """Kind of sharding asked for a table."""
-        return (self.per_table or {}).get(table, self.sharding)
 
 
 def find_collections(module: nn.Module) -> dict[str, Any]:
@@ -106,16 +65,36 @@ def find_collections(module: nn.Module) -> dict[str, Any]:
     return found
 
 
-def _configs(collection: Any) -> list[Any]:
-    if isinstance(collection, EmbeddingBagCollection):
-        return collection.embedding_bag_configs()
-    return collection.embedding_configs()
-
-
 def attach_optimizers(
-    collections: dict[str, Any], optimizer: type[torch.optim.Optimizer], arguments: dict[str, Any]
+    collections: dict[str, Any],
+    optimizer: type[torch.optim.Optimizer],
+    arguments: dict[str, Any],
+    square_scale: float = 1.0,
 ) -> None:
-    """Attaches an optimizer to the tables that have none, to be fused into their backward."""
+    """Attaches an optimizer to the tables that have none, to be fused into their backward.
+
+    Args:
+        collections: What :func:`find_collections` returned.
+        optimizer: Its class.
+        arguments: Its arguments.
+        square_scale: Factor of the squares that AdaGrad adds up. The kernel adds them up unscaled; with ``eps`` and the
+            learning rate divided by the root of the factor (the latter by :class:`ShardedTables`) that is the same.
+
+    Raises:
+        ValueError: If squares are to be scaled that are not there, or belong to an optimizer of the module's own.
+    """
+    if square_scale != 1.0:
+        if attached_learning_rate(collections) is not None:
+            raise ValueError(
+                f"tables.square_scale={square_scale:g}, but the module attached optimizers to its tables itself: "
+                "return class and arguments from table_optimizer() instead, or use tables.optimizer"
+            )
+        if optimizer not in (RowWiseAdagrad, torch.optim.Adagrad):
+            raise ValueError(
+                f"tables.square_scale={square_scale:g}, but {optimizer.__name__} adds up no squares: use "
+                "row_wise_adagrad or adagrad"
+            )
+        arguments = {**arguments, "eps": arguments.get("eps", 1e-8) / square_scale**0.5}
     fresh = [
         parameter
         for collection in collections.values()
@@ -154,129 +133,23 @@ def default_optimizer(config: TableConfig) -> tuple[type[torch.optim.Optimizer],
     return _OPTIMIZERS[config.optimizer], arguments
 
 
-def place_tables(
-    tables: dict[str, tuple[int, int]], kinds: dict[str, TableSharding], num_ranks: int
-) -> dict[str, tuple[str, list[int]]]:
-    """Chooses kind and ranks of every table: large ones by rows, the rest whole on the emptiest rank.
+@dataclass(frozen=True)
+class TableInfo:
+    """A table before it was sharded.
 
-    Args:
-        tables: Rows and columns by name.
-        kinds: Kind asked for, by name.
-        num_ranks: Ranks of the table axis.
-
-    Returns:
-        Kind (``table_wise``, ``row_wise`` or ``column_wise``) and ranks by name.
-
-    Raises:
-        ValueError: If a table cannot be split as asked.
+    Attributes:
+        rows: Its rows.
+        columns: Its columns.
+        num_features: Features that look into it.
+        is_pooled: Whether the rows of a sample are summed.
+        kind: How it is sharded.
     """
-    sizes = {name: rows * columns for name, (rows, columns) in tables.items()}
-    share = sum(sizes.values()) / num_ranks
-    load = [0.0] * num_ranks
-    placed: dict[str, tuple[str, list[int]]] = {}
-    for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        rows, columns = tables[name]
-        kind: str = kinds[name]
-        if kind == "auto":
-            kind = "row_wise" if sizes[name] > share and num_ranks > 1 and rows >= num_ranks else "table_wise"
-        if kind == "row_wise":
-            if rows < num_ranks:
-                raise ValueError(
-                    f"table {name!r} has {rows} rows, fewer than the {num_ranks} ranks of the table axis: give it "
-                    "sharding: table_wise"
-                )
-            ranks = list(range(num_ranks))
-        else:
-            parts = 1
-            if kind == "column_wise":
-                # FBGEMM wants widths that are multiples of 4.
-                parts = max((n for n in range(1, num_ranks + 1) if columns % (4 * n) == 0), default=0)
-                if not parts:
-                    raise ValueError(
-                        f"table {name!r} has {columns} columns, which cannot be split into multiples of 4: give it "
-                        "sharding: row_wise"
-                    )
-            ranks = sorted(range(num_ranks), key=lambda rank: (load[rank], rank))[:parts]
-        for rank in ranks:
-            load[rank] += sizes[name] / len(ranks)
-        placed[name] = kind, ranks
-    return placed
 
-
-def plan_tables(
-    module: nn.Module,
-    collections: dict[str, Any],
-    config: TableConfig,
-    num_ranks: int,
-    host_size: int,
-    device_type: str,
-) -> ShardingPlan:
-    """Sharding plan over the ranks ``0 .. num_ranks - 1`` of one table group; collective with TorchRec's planner.
-
-    Raises:
-        ValueError: If ``per_table`` names an unknown table, or a table cannot be split as asked.
-    """
-    names = {config.name for collection in collections.values() for config in _configs(collection)}
-    unknown = sorted(set(config.per_table or {}) - names)
-    if unknown:
-        raise ValueError(f"tables.per_table names {unknown[0]!r}, the module has only the tables {sorted(names)}")
-    sharders: dict[type[nn.Module], Any] = {
-        EmbeddingBagCollection: _BagSharder(),
-        EmbeddingCollection: EmbeddingCollectionSharder(),
-    }
-    if config.planner == "torchrec":
-        # Data-parallel tables would be ordinary parameters, which the fused optimizers do not update.
-        constraints = {
-            name: ParameterConstraints(
-                sharding_types=list(_KINDS) if config.kind(name) == "auto" else [config.kind(name)]
-            )
-            for name in names
-        }
-        topology = Topology(
-            world_size=num_ranks, local_world_size=min(host_size, num_ranks), compute_device=device_type
-        )
-        planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
-        return planner.collective_plan(module, list(sharders.values()), dist.group.WORLD)
-    shapes = {
-        (path, table.name): (table.num_embeddings, table.embedding_dim)
-        for path, collection in collections.items()
-        for table in _configs(collection)
-    }
-    # Table names are unique inside a collection only.
-    placed = place_tables(
-        {f"{path}.{name}": shape for (path, name), shape in shapes.items()},
-        {f"{path}.{name}": config.kind(name) for path, name in shapes},
-        num_ranks,
-    )
-    plans = {}
-    for path, collection in collections.items():
-        rules = {}
-        for table in _configs(collection):
-            kind, ranks = placed[f"{path}.{table.name}"]
-            if kind == "row_wise":
-                rules[table.name] = row_wise()
-            else:
-                rules[table.name] = table_wise(rank=ranks[0]) if kind == "table_wise" else column_wise(ranks=ranks)
-        plans[path] = construct_module_sharding_plan(
-            collection,
-            rules,
-            sharder=sharders[type(collection)],
-            local_size=min(host_size, num_ranks),
-            world_size=num_ranks,
-            device_type=device_type,
-        )
-    return ShardingPlan(plans)
-
-
-def _move_to_group(plan: ShardingPlan, ranks: list[int], device: torch.device) -> None:
-    """Rewrites a plan for the ranks of this process's table group, in place."""
-    for module_plan in plan.plan.values():
-        for sharding in module_plan.values():
-            sharding.ranks = [ranks[rank] for rank in sharding.ranks]
-            if sharding.sharding_spec is not None:
-                for shard in sharding.sharding_spec.shards:
-                    rank = ranks[placement_rank(shard.placement)]
-                    shard.placement = move_placement(shard.placement, rank, device)
+    rows: int
+    columns: int
+    num_features: int
+    is_pooled: bool
+    kind: str
 
 
 class ShardedTables:
@@ -290,6 +163,11 @@ class ShardedTables:
         host_size: Ranks of a host.
         device: Where the tables live.
         seed: Seeds the initial rows of tables on the meta device, which do not depend on the layout.
+        square_scale: The factor that :func:`attach_optimizers` was given.
+        hold_updates: Hold updates back until :meth:`step`.
+
+    Raises:
+        ValueError: If copies are to be kept in a way that does not fit the device or the interval of averaging.
     """
 
     def __init__(
@@ -301,39 +179,60 @@ class ShardedTables:
         host_size: int,
         device: torch.device,
         seed: int,
+        square_scale: float = 1.0,
+        hold_updates: bool = False,
     ) -> None:
         self.config = config
         self.device = device
+        config.check_copies(device)
+        self.square_scale = square_scale
         self.group = meshes.tables.get_group("table")
-        self.copies = meshes.tables.get_group("table_replicate")
+        self.copies_group = meshes.tables.get_group("table_replicate")
         self.num_copies = meshes.axes.table_replicate
+        self.copies: Copies = WholeCopies([], self.copies_group)
         before = {path: dict(collection.named_parameters()) for path, collection in collections.items()}
         init = {
             f"{path}.{key}": table.init_fn
             for path, collection in collections.items()
-            for key, table in zip(before[path], _configs(collection), strict=True)
+            for key, table in zip(before[path], table_configs(collection), strict=True)
         }
         # Nothing can be placed on the meta device; a dry run plans for the CPU.
         place = torch.device("cpu") if device.type == "meta" else device
         plan = plan_tables(module, collections, config, meshes.axes.table, host_size, place.type)
-        _move_to_group(plan, dist.get_process_group_ranks(self.group), place)
+        move_to_group(plan, dist.get_process_group_ranks(self.group), place)
         self.kinds = {
             f"{path}.{name}": sharding.sharding_type
             for path, module_plan in plan.plan.items()
             for name, sharding in module_plan.items()
         }
+        self.infos = [
+            TableInfo(
+                rows=table.num_embeddings,
+                columns=table.embedding_dim,
+                num_features=len(table.feature_names),
+                is_pooled=isinstance(collection, EmbeddingBagCollection),
+                kind=self.kinds[f"{path}.{table.name}"],
+            )
+            for path, collection in collections.items()
+            for table in table_configs(collection)
+        ]
         environment = ShardingEnv2D(
             sharding_pg=self.group,
-            replica_pg=self.copies,
+            replica_pg=self.copies_group,
             global_pg=dist.group.WORLD,
             device_mesh=meshes.tables,
             node_group_size=min(host_size, meshes.axes.table),
             use_inter_host_allreduce=not meshes.axes.copies_in_host,
+            sharding_strategy=_STRATEGIES[config.copies == "torchrec"],
         )
         fused = {"bounds_check_mode": BoundsCheckMode[config.bounds_check.upper()]}
-        sharders: list[Any] = [_BagSharder(fused_params=fused), EmbeddingCollectionSharder(fused_params=fused)]
+        codecs = config.codecs(place)
+        sharders: list[Any] = [
+            BagSharder(fused_params=fused, qcomm_codecs_registry=codecs),
+            EmbeddingCollectionSharder(fused_params=fused, qcomm_codecs_registry=codecs),
+        ]
         shard_modules(module, env=environment, device=device, plan=plan, sharders=sharders)
-        self.modules = {path: module.get_submodule(path) for path in collections}
+        self.modules: dict[str, Any] = {path: module.get_submodule(path) for path in collections}
         for name, shard, (row, column) in self.shards():
             source = next(before[path][name[len(path) + 1 :]] for path in before if name.startswith(f"{path}."))
             if device.type == "meta":
@@ -342,6 +241,22 @@ class ShardedTables:
                 shard.copy_(source.detach()[row : row + shard.shape[0], column : column + shard.shape[1]])
             else:
                 _initialise(shard, row, column, source.shape, init[name], f"{seed}/{name}")
+        self.lookups = [lookup for child in self.modules.values() for lookup in table_lookups(child)]
+        for lookup in self.lookups:
+            _scale_learning_rate(lookup.emb_module, square_scale**-0.5)
+        kind = "whole" if device.type == "meta" else config.copies
+        self.held = HeldUpdates([lookup.emb_module for lookup in self.lookups]) if hold_updates else None
+        self.copies = make_copies(kind, self.lookups, self.copies_group, update_in_backward=not hold_updates)
+        if kind != "whole":
+            for child in self.modules.values():
+                child.register_state_dict_pre_hook(self._gather_for_state)
+
+    def _gather_for_state(self, *_: Any) -> None:
+        self.gather()
+
+    def gather(self) -> None:
+        """Makes all shards of this rank whole, to be read and written until the next training step; collective."""
+        self.copies.gather()
 
     @property
     def needs_equal_batches(self) -> bool:
@@ -355,14 +270,15 @@ class ShardedTables:
     @property
     def optimizers(self) -> dict[str, torch.optim.Optimizer]:
         """Fused optimizers by the path of their collection."""
-        return {path: child.fused_optimizer for path, child in self.modules.items()}  # type: ignore[misc]
+        return {path: child.fused_optimizer for path, child in self.modules.items()}
 
     def parameters(self) -> set[nn.Parameter]:
         """What ``fully_shard`` has to leave alone."""
         return {parameter for child in self.modules.values() for parameter in child.parameters()}
 
     def state(self) -> dict[str, Any]:
-        """Sharded weights by name."""
+        """Sharded weights by name; collective where copies are sharded."""
+        self.gather()
         return {
             f"{path}.{key}": value
             for path, child in self.modules.items()
@@ -371,7 +287,15 @@ class ShardedTables:
         }
 
     def optimizer_state(self) -> dict[str, Any]:
-        """Sharded optimizer state by ``<table parameter>.<state>``, flat: DCP takes an empty dict for a leaf."""
+        """Sharded optimizer state by ``<table parameter>.<state>``, flat: DCP takes an empty dict for a leaf.
+
+        Collective where copies are sharded.
+        """
+        self.gather()
+        return self.optimizer_tensors()
+
+    def optimizer_tensors(self) -> dict[str, Any]:
+        """As :meth:`optimizer_state`, for their shapes: where copies are sharded, values may not be there."""
         return {
             f"{path}.{key.split('.weight')[0]}.weight.{name.split('.')[-1]}": value
             for path, optimizer in self.optimizers.items()
@@ -384,9 +308,16 @@ class ShardedTables:
         for name, value in self.state().items():
             yield from ((name, shard, (row, column)) for shard, (row, column) in local_shards(value))
 
+    def step(self) -> None:
+        """Updates the tables if updates were held back; collective where copies are sharded."""
+        if self.held is not None:
+            self.copies.begin_update()
+            self.held.apply()
+            self.copies.finish_backward()
+
     def synchronize(self) -> None:
-        """Averages weights and optimizer state over the copies; collective."""
-        if self.num_copies == 1:
+        """Averages weights and optimizer state over the copies where that is left to do; collective."""
+        if self.num_copies == 1 or self.config.copies == "sharded":
             return
         tensors = [shard for _, shard, _ in self.shards()]
         tensors += [
@@ -395,9 +326,21 @@ class ShardedTables:
             for shard, _ in local_shards(value)
             if shard.is_floating_point()
         ]
-        for tensor in tensors:
-            dist.all_reduce(tensor, group=self.copies)
-            tensor.div_(self.num_copies)
+        self.copies.average(tensors)
+
+    def rescale_squares(self, saved_scale: float) -> None:
+        """Turns accumulated squares that were saved under another ``square_scale`` into this one's."""
+        if saved_scale != self.square_scale:
+            for value in self.optimizer_state().values():
+                for shard, _ in local_shards(value):
+                    shard.mul_(saved_scale / self.square_scale)
+
+
+def _scale_learning_rate(kernel: Any, factor: float) -> None:
+    """Multiplies every learning rate that a kernel is given."""
+    if factor != 1.0:
+        set_rate = kernel.set_learning_rate
+        kernel.set_learning_rate = lambda rate: set_rate(rate * factor)
 
 
 def local_shards(value: Any) -> list[tuple[Tensor, tuple[int, ...]]]:

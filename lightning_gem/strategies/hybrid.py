@@ -14,10 +14,10 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies import checkpoint as checkpoints
 from lightning_gem.strategies import collectives, processes, steps
-from lightning_gem.strategies.batches import Filler, even_loader, nothing_counted, num_samples
-from lightning_gem.strategies.checkpoint_hooks import CheckpointHooks
+from lightning_gem.strategies.batches import nothing_counted, num_samples
 from lightning_gem.strategies.checks import check_trainer
 from lightning_gem.strategies.compat import (
     SubprocessScriptLauncher,
@@ -26,12 +26,15 @@ from lightning_gem.strategies.compat import (
     reduce_over_ranks,
     reset_seed,
 )
-from lightning_gem.strategies.embeddings import ShardedTables, TableConfig
+from lightning_gem.strategies.embeddings import ShardedTables
 from lightning_gem.strategies.failures import RollCall
 from lightning_gem.strategies.gradients import clip_by_norm
+from lightning_gem.strategies.loader_hooks import LoaderHooks
 from lightning_gem.strategies.mesh import Meshes, Size, build_meshes, resolve_axes
+from lightning_gem.strategies.report import LayoutReport, layout_report
 from lightning_gem.strategies.sharding import DenseConfig, Sharded, shard_module
 from lightning_gem.strategies.steps import RankStep
+from lightning_gem.strategies.table_plan import TableConfig
 from lightning_gem.strategies.table_rates import join_tables, push_learning_rate
 
 log = logging.getLogger(__name__)
@@ -39,7 +42,7 @@ log = logging.getLogger(__name__)
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class HybridShardedStrategy(CheckpointHooks):
+class HybridShardedStrategy(LoaderHooks):
     """Trains a model with TorchRec collections, dense layers and experts on any number of ranks.
 
     Every size is a number of ranks or ``"auto"``; ``replicate * shard`` and ``table_replicate * table`` are the world
@@ -73,6 +76,8 @@ class HybridShardedStrategy(CheckpointHooks):
         weights: File to start from, as ``lightning_gem.strategies.export`` writes it.
         sm_free_collectives: Gather dense parameters by copy engines and symmetric memory (NCCL 2.28, CUDA): ``auto``
             where there is such a thing, ``require`` or an error.
+        pipeline: Copy the next batch to the device, and exchange its ids, beside the step of this one; ``auto``: on
+            CUDA.
         process_group_backend: ``nccl`` or ``gloo``; by device when not given.
         timeout_seconds: Time after which a collective fails.
     """
@@ -105,10 +110,11 @@ class HybridShardedStrategy(CheckpointHooks):
         grow_tables: bool = False,
         weights: str | None = None,
         sm_free_collectives: Literal["off", "auto", "require"] = "off",
+        pipeline: bool | Literal["auto"] = "auto",
         process_group_backend: str | None = None,
         timeout_seconds: float = 1800.0,
     ) -> None:
-        super().__init__(async_checkpoints, grow_tables, timedelta(seconds=timeout_seconds))
+        super().__init__(pipeline, async_checkpoints, grow_tables, timedelta(seconds=timeout_seconds))
         self.weights = Path(weights) if weights is not None else None
         self.sizes: dict[str, Size] = {
             "replicate": replicate,
@@ -135,7 +141,6 @@ class HybridShardedStrategy(CheckpointHooks):
         self.gradient_norm: Tensor | None = None
         self._sharded: Sharded | None = None
         self._loss_weight = 1.0
-        self._is_filler = False
         self._steps = 0
         self._roll_call = RollCall()
 
@@ -240,13 +245,14 @@ class HybridShardedStrategy(CheckpointHooks):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        check_trainer(trainer, self.lightning_module, self.precision_plugin, self._layer_sync, self._saver is not None)
+        check_trainer(trainer, self.precision_plugin, self._layer_sync, self._saver is not None)
         self._watch_steps(trainer)
         # Inference mode breaks the first forward of FSDP2 and the tables on the CPU.
         for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
             loop.inference_mode = False
         if self._sharded is None or self._sharded.module is not self.lightning_module:
             self._shard(self.lightning_module)
+        self._set_up_pipeline(trainer)
         self.model_to_device()
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -269,9 +275,30 @@ class HybridShardedStrategy(CheckpointHooks):
             self._ranks_of_host,
             self.root_device,
             seed,
+            self._trainer is not None and self.table_config.holds_updates(self._trainer),
         )
         if self.weights is not None:
             checkpoints.load(self.weights, module, [], self.tables, self.grow_tables)
+
+    def layout_report(self, samples: int, ids_per_feature: float = 1.0) -> LayoutReport:
+        """Memory of this rank, and the bytes that it sends by axis in a step; after :meth:`setup`.
+
+        Args:
+            samples: Batch size of a rank.
+            ids_per_feature: Mean number of ids of a feature in a sample.
+        """
+        assert self._sharded is not None
+        assert self.meshes is not None
+        dense = self.dense_config
+        return layout_report(
+            self._sharded.module,
+            self.tables,
+            self.meshes.axes,
+            samples,
+            ids_per_feature,
+            dense.param_dtype.itemsize,
+            dense.reduce_dtype.itemsize,
+        )
 
     # Optimizers.
 
@@ -279,42 +306,18 @@ class HybridShardedStrategy(CheckpointHooks):
         """Makes the module's optimizers and gives the tables' learning rate to the first of them.
 
         Raises:
-            ValueError: If gradients are accumulated over several batches although tables update in every backward.
+            ValueError: If nothing says the learning rate of the tables.
         """
         self._reset_optimizers_and_schedulers()
         super().setup_optimizers(trainer)
         if self.tables is None:
             return
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"accumulate_grad_batches={trainer.accumulate_grad_batches}, but tables are updated in every backward: "
-                "set it to 1 and raise the batch size"
-            )
         assert self._sharded is not None
         self.optimizers = join_tables(
             list(self.optimizers), self.tables, self.table_config.lr, self._sharded.attached_lr
         )
 
     # Steps.
-
-    def process_dataloader(self, dataloader: Any) -> Any:
-        """Makes loaders end together on all ranks."""
-        return even_loader(dataloader, self.root_device) if self.world_size > 1 else dataloader
-
-    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        """Moves a batch, and remembers whether it only stands in for one.
-
-        Raises:
-            ValueError: If several training loaders of which one ran out are combined.
-        """
-        self._is_filler = isinstance(batch, Filler)
-        parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, list | tuple) else ()
-        if any(isinstance(part, Filler) for part in parts):
-            raise ValueError(
-                "several training loaders are combined and one of them has fewer batches on some ranks: give every "
-                "rank the same number"
-            )
-        return super().batch_to_device(batch.batch if isinstance(batch, Filler) else batch, device, dataloader_idx)
 
     def _exchange(self, batch: Any) -> list[RankStep]:
         samples = num_samples(batch)
@@ -346,7 +349,8 @@ class HybridShardedStrategy(CheckpointHooks):
             push_learning_rate(list(self.optimizers), self.tables)
         with self._step(batch) as ranks:
             self._start_of_step(ranks)
-            return super().training_step(batch, *args, **kwargs)
+            with nullcontext() if self._pipeline is None else self._pipeline.around_forward():
+                return super().training_step(batch, *args, **kwargs)
 
     def validation_step(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """As :meth:`training_step`."""
@@ -378,15 +382,22 @@ class HybridShardedStrategy(CheckpointHooks):
                     "look for extreme inputs, lower the learning rates, or set nonfinite_loss: skip"
                 )
             rank_zero_info(f"hybrid_sharded: step skipped, the loss is not finite on rank {ranks}")
+            if self.tables is not None:
+                self.tables.gather()
             return closure_loss
-        return super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
+        loss = super().backward(closure_loss * self._loss_weight, optimizer, *args, **kwargs)
+        if self.tables is not None:
+            self.tables.copies.finish_backward()
+        return loss
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
-        """Steps, and averages the copies of the tables when it is time."""
+        """Steps, updates tables whose updates were held back, and averages their copies when it is time."""
         result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._steps += 1
-        if self.tables is not None and self._steps % self.table_config.sync_interval == 0:
-            self.tables.synchronize()
+        if self.tables is not None and isinstance(optimizer, DenseAndTables):
+            self._steps += 1
+            self.tables.step()
+            if self._steps % self.table_config.sync_interval == 0:
+                self.tables.synchronize()
         return result
 
     def _clip_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, register_fsdp_forward_m
 from lightning_gem.strategies.collectives import Means, install
 from lightning_gem.strategies.dense import (
     WrapRule,
+    called_units,
     check_parameters,
     choose_units,
     large_embeddings,
@@ -21,7 +22,6 @@ from lightning_gem.strategies.dense import (
 )
 from lightning_gem.strategies.embeddings import (
     ShardedTables,
-    TableConfig,
     attach_optimizers,
     attached_learning_rate,
     default_optimizer,
@@ -29,6 +29,7 @@ from lightning_gem.strategies.embeddings import (
 )
 from lightning_gem.strategies.experts import check_experts, find_experts, shard_experts
 from lightning_gem.strategies.mesh import Meshes
+from lightning_gem.strategies.table_plan import TableConfig
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -94,6 +95,7 @@ def shard_module(
     host_size: int,
     device: torch.device,
     seed: int,
+    hold_updates: bool = False,
 ) -> Sharded:
     """Shards a LightningModule in place; collective.
 
@@ -105,6 +107,7 @@ def shard_module(
         host_size: Ranks of a host.
         device: Where parameters come to live.
         seed: Seeds what is drawn, the same on all ranks.
+        hold_updates: Let updates of the tables wait for the optimizer step.
 
     Raises:
         ValueError: Naming the module, the field and the fix.
@@ -122,6 +125,9 @@ def shard_module(
                 f"expert={meshes.axes.expert}, but the module declares no experts: set expert to 1, or see the "
                 "protocol in lightning_gem.strategies.experts"
             )
+    is_manual = not getattr(module, "automatic_optimization", True)
+    if is_manual:
+        units = called_units(module, units)
     check_parameters(module, units)
     for name, size in large_embeddings(module):
         rank_zero_info(
@@ -129,7 +135,9 @@ def shard_module(
             "step: as a TorchRec EmbeddingCollection it would be sharded as a table"
         )
     attached_lr = attached_learning_rate(collections) if collections else None
-    sharded_tables = shard_tables(module, collections, meshes, tables, host_size, device, seed) if collections else None
+    sharded_tables = None
+    if collections:
+        sharded_tables = shard_tables(module, collections, meshes, tables, host_size, device, seed, hold_updates)
 
     def prepare(name: str, unit: nn.Module, done: set[nn.Module]) -> None:
         materialize(name, unit, done, device, seed)
@@ -137,7 +145,8 @@ def shard_module(
             shard_experts(unit, meshes)
 
     ignored = sharded_tables.parameters() if sharded_tables is not None else set()
-    own_units = shard_dense(module, units, meshes, experts, ignored, prepare, dense.policy, dense.reshard_after_forward)
+    roots = units if is_manual else [*units, ""]
+    own_units = shard_dense(module, roots, meshes, experts, ignored, prepare, dense.policy, dense.reshard_after_forward)
     axes = meshes.axes
     sizes = [axes.expert_shard if name in experts else axes.shard for name in own_units]
     install(own_units.values(), sizes, dense.means)
@@ -156,14 +165,17 @@ def shard_tables(
     host_size: int,
     device: torch.device,
     seed: int,
+    hold_updates: bool,
 ) -> ShardedTables:
     """Attaches optimizers to the tables that have none, and shards the collections in place; collective."""
     optimizer, arguments = default_optimizer(config)
     if hasattr(module, "table_optimizer"):
         optimizer, arguments = module.table_optimizer()
-    attach_optimizers(collections, optimizer, arguments)
-    tables = ShardedTables(module, collections, config, meshes, host_size, device, seed)
-    rank_zero_info(f"hybrid_sharded: {len(tables.kinds)} tables, updated inside backward")
+    scale = config.scale_of_squares(meshes.axes.table_replicate)
+    attach_optimizers(collections, optimizer, arguments, scale)
+    tables = ShardedTables(module, collections, config, meshes, host_size, device, seed, scale, hold_updates)
+    when = "at the optimizer step" if hold_updates else "inside backward"
+    rank_zero_info(f"hybrid_sharded: {len(tables.kinds)} tables, updated {when}")
     return tables
 
 

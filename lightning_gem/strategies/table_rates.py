@@ -1,11 +1,15 @@
 """The learning rate of the tables: which optimizer of the module it comes from, and how it reaches the lookups."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
 from lightning_gem.optimizers import DenseAndTables
 from lightning_gem.strategies.embeddings import ShardedTables
+
+_SCALE = "square_scale"
 
 
 def join_tables(
@@ -30,8 +34,10 @@ def join_tables(
             if len(kept) < len(group["params"]):
                 owner = owner or (i, group)
             group["params"] = kept
-    if any(isinstance(optimizer, DenseAndTables) for optimizer in optimizers):
-        return optimizers
+    for optimizer in optimizers:
+        if isinstance(optimizer, DenseAndTables):
+            optimizer.param_groups[-1][_SCALE] = tables.square_scale
+            return optimizers
     explicit = lr if lr is not None else attached_lr
     if owner is None and explicit is None:
         raise ValueError(
@@ -47,6 +53,7 @@ def join_tables(
         # What a module attached itself was not moved by its schedulers, and still is not.
         follow=None if attached_lr is not None else group,
     )
+    joined.param_groups[-1][_SCALE] = tables.square_scale
     return [joined if i == position else optimizer for i, optimizer in enumerate(optimizers)]
 
 
@@ -57,3 +64,16 @@ def push_learning_rate(optimizers: list[Optimizer], tables: ShardedTables) -> No
             optimizer.push_learning_rate()
     for fused in tables.optimizers.values():
         fused.zero_grad()
+
+
+@contextmanager
+def same_squares(optimizers: list[Optimizer], tables: ShardedTables | None) -> Iterator[None]:
+    """Around the loading of a checkpoint, whose accumulated squares may have been scaled otherwise."""
+    groups = [optimizer.param_groups[-1] for optimizer in optimizers if isinstance(optimizer, DenseAndTables)]
+    for group in groups:
+        group[_SCALE] = 1.0  # unless the checkpoint says otherwise
+    yield
+    for group in groups:
+        if tables is not None:
+            tables.rescale_squares(group[_SCALE])
+            group[_SCALE] = tables.square_scale

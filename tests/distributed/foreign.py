@@ -1,6 +1,6 @@
 """A LightningModule around TorchRec's DLRM that knows nothing of the strategy, with data for any number of ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -114,18 +114,23 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def clicks(indices: list[int]) -> dict[str, Any]:
+    """A batch of the samples with these numbers."""
+    return collate([sample(index) for index in indices])
+
+
 class Share(IterableDataset[dict[str, Any]]):
     """The batches of one rank: sizes of every rank's batch are given step by step."""
 
-    def __init__(self, steps: list[list[int]], rank: int, start: int = 0) -> None:
-        self.steps, self.rank, self.start = steps, rank, start
+    def __init__(self, steps: list[list[int]], rank: int, start: int, make: Callable[[list[int]], Any]) -> None:
+        self.steps, self.rank, self.start, self.make = steps, rank, start, make
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         first = self.start
         for sizes in self.steps:
             begin = first + sum(sizes[: self.rank])
             if sizes[self.rank]:
-                yield collate([sample(begin + i) for i in range(sizes[self.rank])])
+                yield self.make(list(range(begin, begin + sizes[self.rank])))
             first += sum(sizes)
 
 
@@ -135,17 +140,24 @@ class ClickData(LightningDataModule):
     Args:
         steps: Batch size of every rank in every step; by default 20 steps of 8 samples in all.
         val_steps: The same for validation.
+        make: Makes a batch of the samples with some numbers; clicks by default.
     """
 
-    def __init__(self, steps: list[list[int]] | None = None, val_steps: list[list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        steps: list[list[int]] | None = None,
+        val_steps: list[list[int]] | None = None,
+        make: Callable[[list[int]], Any] | None = None,
+    ) -> None:
         super().__init__()
         self.steps, self.val_steps = steps, val_steps
+        self.make = make or clicks
 
     def _loader(self, steps: list[list[int]] | None, default: int, start: int) -> DataLoader[Any]:
         assert self.trainer is not None
         world = self.trainer.world_size
         steps = steps or [[8 // world] * world] * default
-        return DataLoader(Share(steps, self.trainer.global_rank, start), batch_size=None)
+        return DataLoader(Share(steps, self.trainer.global_rank, start, self.make), batch_size=None)
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Training batches."""

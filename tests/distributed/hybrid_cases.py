@@ -82,14 +82,15 @@ def fit_dlrm(
     strategy: Any = "auto",
     ckpt_path: str | None = None,
     callbacks: tuple[Callback, ...] = (),
+    model: type[LitDLRM] = LitDLRM,
     **arguments: Any,
 ) -> dict[str, Any]:
     """Trains DLRM and returns what was recorded."""
     seed_everything(0)
     record = Record()
-    model = LitDLRM(**(module or {}))
+    made = model(**(module or {}))
     run = trainer(folder, strategy, callbacks=[record, *callbacks], gradient_clip_val=clip, **arguments)
-    run.fit(model, ClickData(**(data or {})), ckpt_path=ckpt_path)
+    run.fit(made, ClickData(**(data or {})), ckpt_path=ckpt_path)
     metrics = {key: float(value) for key, value in run.callback_metrics.items()}
     return {"losses": record.losses, "norms": record.norms, "weights": record.weights, "metrics": metrics}
 
@@ -355,8 +356,12 @@ def refused(folder: Path) -> dict[str, Any]:
     meshes = LitDLRM()
     meshes.network, meshes.other = network, torch.nn.Module()
     meshes.other.weight = next(network.layers[0].experts.parameters())
+    manual.factor = torch.nn.Parameter(torch.ones(1))
     attempts: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-        "accumulate": (LitDLRM(), {}, {"accumulate_grad_batches": 2}),
+        "interval": (LitDLRM(), {"tables": TableConfig(copies="sharded", sync_interval=2)}, {}),
+        "cuda": (LitDLRM(), {"tables": TableConfig(copies="torchrec")}, {}),
+        "squares": (LitDLRM(attach=True), {"tables": TableConfig(square_scale=0.5)}, {}),
+        "no_squares": (LitDLRM(), {"tables": TableConfig(square_scale=0.5, optimizer="sgd")}, {}),
         "precision": (LitDLRM(), {}, {"precision": "bf16-true"}),
         "anomaly": (LitDLRM(), {}, {"detect_anomaly": True}),
         "swa": (LitDLRM(), {}, {"callbacks": [StochasticWeightAveraging(0.1)]}),

@@ -35,11 +35,13 @@ def main(world: int, rank: int) -> None:
     strategy.parallel_devices = [torch.device("meta")]
     strategy.meshes = build_meshes(resolve_axes(world, 8, 1024, shard=512, expert=8, table=256), "cpu")
     strategy._shard(module)
+    layout = strategy.layout_report(samples=1024, ids_per_feature=20).as_dict()
     parameters = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
     report = {
         "total": total,
         "dense": sum(parameter.numel() for parameter in parameters),
         "local": sum(parameter.to_local().numel() for parameter in parameters),
+        "layout": layout,
     }
     print(json.dumps(report))
 

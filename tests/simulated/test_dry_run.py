@@ -20,3 +20,9 @@ def test_paper_preset_on_many_ranks(world: int, rank: int) -> None:
     assert 5e9 < report["dense"] < 6e9
     # 512 ranks share them; first dimensions that do not divide leave some ranks more than others.
     assert report["local"] < 2 * report["dense"] / 512
+    layout = report["layout"]
+    # A trillion elements of 4 bytes over 256 ranks; whole tables are too large to spread evenly.
+    assert layout["table_weights"] == pytest.approx(4 * (report["total"] - report["dense"]) / 256, rel=0.3)
+    assert layout["dense_parameters"] == 4 * report["local"]
+    assert set(layout["by_axis"]) >= {"table", "table_replicate", "shard", "expert_shard"}
+    assert all(layout["by_axis"].values())

@@ -28,8 +28,9 @@ from lightning_gem.strategies.dense import (
     large_embeddings,
     wrap_by_class,
 )
-from lightning_gem.strategies.embeddings import find_collections, place_tables
+from lightning_gem.strategies.embeddings import find_collections
 from lightning_gem.strategies.experts import check_experts, find_experts
+from lightning_gem.strategies.table_plan import place_tables
 from tests.helpers import make_batch, make_schema
 
 PACKAGE = Path(compat.__file__).parent
