@@ -177,9 +177,13 @@ def _codes(array: pa.Array, place: str) -> npt.NDArray[np.uint64]:
 
 def _hash_integers(codes: npt.NDArray[np.uint64], feature: SparseFeature, out: Ints | None) -> Ints:
     """Hashes a small range of values once and looks the rows up, for that is twice as fast."""
-    values = codes.view(np.int64)
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    if high - low < min(len(values) // 4, _BLOCK):
+    values, most = codes.view(np.int64), min(len(codes) // 4, _BLOCK)
+    # Some of the values tell nearly always that the range is large.
+    for some in (values[:: 1 + len(values) // 256], values):
+        low, high = (int(some.min()), int(some.max())) if len(some) else (0, 0)
+        if high - low >= most:
+            break
+    if high - low < most:
         rows = _hash_rows(np.arange(low, high + 1).view(np.uint64), feature)
         return rows.take(values - low, out=out, mode="clip")
     return _hash_rows(codes, feature, out)

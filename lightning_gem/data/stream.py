@@ -80,7 +80,7 @@ class BatchStream(IterableDataset[RecBatch]):
                 f"batch_size=1 would leave a rank without a row in its last batch, for {num_rows} rows do not divide "
                 f"by {world_size} ranks: use batch_size=2 or another number of ranks"
             )
-        self.batches_per_window = max(1, (shuffle_rows or _READ_ROWS) // batch_size)
+        self.batches_per_window = max(1, shuffle_rows // batch_size)
         # What a position depends on, for the check at resume.
         self.layout = {
             "num_rows": num_rows,
@@ -119,44 +119,60 @@ class BatchStream(IterableDataset[RecBatch]):
         if self.shuffle_rows:
             np.random.default_rng((self.seed, self.epoch)).shuffle(chunks)
         ends = np.cumsum(sizes[chunks])
+        if not self.shuffle_rows:
+            yield from self._in_order(first, last, chunks, ends)
+            return
         while first < last:
             window = first // self.batches_per_window
-            window_batches = range(window * self.batches_per_window, (window + 1) * self.batches_per_window)
-            stop = min(window_batches.stop, self.num_batches)
-            # A window is shuffled whole, but rows in order are read only as far as they are needed.
-            begin, stop = (window_batches.start, stop) if self.shuffle_rows else (first, min(stop, last))
-            yield from self._window(window, range(begin, stop), range(first, min(stop, last)), chunks, ends)
+            start = window * self.batches_per_window
+            stop = min(start + self.batches_per_window, self.num_batches)
+            # A window is shuffled whole, even where only some of its batches are needed.
+            yield from self._window(window, range(start, stop), range(first, min(stop, last)), chunks, ends)
             first = stop
+
+    def _in_order(self, first: int, last: int, chunks: Ints, ends: Ints) -> Iterator[RecBatch]:
+        """Cuts batches as the rows are read: no more than a batch and a part of the source are in memory."""
+        pieces: list[Rows] = []
+        missing = self._boundary(first + 1) - self._boundary(first)
+        for part in self._read(self._boundary(first), self._boundary(last), chunks, ends, _READ_ROWS):
+            part, done = part.compact(), 0
+            while len(part) - done >= missing:
+                pieces.append(part.take(slice(done, done + missing)))
+                yield Rows.concat(pieces).to_batch()
+                pieces, done, first = [], done + missing, first + 1
+                missing = self._boundary(first + 1) - self._boundary(first)
+            if done < len(part):
+                pieces.append(part.take(slice(done, len(part))))
+                missing -= len(part) - done
 
     def _window(self, window: int, read: range, wanted: range, chunks: Ints, ends: Ints) -> Iterator[RecBatch]:
         bounds = np.array([self._boundary(batch) for batch in range(read.start, read.stop + 1)])
         batch_of_row = np.repeat(np.arange(len(read)), np.diff(bounds))
-        if self.shuffle_rows:
-            np.random.default_rng((self.seed, self.epoch, self.rank, window)).shuffle(batch_of_row)
+        np.random.default_rng((self.seed, self.epoch, self.rank, window)).shuffle(batch_of_row)
         parts, cuts, done = [], [], 0
         for part in self._read(int(bounds[0]), int(bounds[-1]), chunks, ends):
-            part = part.compact()
             batches = batch_of_row[done : done + len(part)]
             done += len(part)
-            if self.shuffle_rows:
-                # Which rows share a batch is random, not their order in it: each part is brought into the order of the
-                # batches at once, while it is in the caches, and a batch is then cut from contiguous memory.
-                order = np.argsort(batches, kind="stable")
-                part, batches = part.take(order).compact(), batches[order]
-            parts.append(part)
-            cuts.append(np.searchsorted(batches, np.arange(len(read) + 1)).tolist())
+            # Which rows share a batch is random, not their order in it: each part is brought into the order of the
+            # batches at once, while it is in the caches, and a batch is then cut from contiguous memory.
+            order = np.argsort(batches, kind="stable")
+            parts.append(part.compact().reorder(order))
+            cuts.append(np.searchsorted(batches[order], np.arange(len(read) + 1)).tolist())
         for i in range(wanted.start - read.start, wanted.stop - read.start):
-            pieces = [part.take(slice(cut[i], cut[i + 1])) for part, cut in zip(parts, cuts, strict=True)]
-            yield Rows.concat([piece for piece in pieces if len(piece)]).to_batch()
+            used = [
+                (part, slice(cut[i], cut[i + 1])) for part, cut in zip(parts, cuts, strict=True) if cut[i] < cut[i + 1]
+            ]
+            yield Rows.concat([part for part, _ in used], [rows for _, rows in used]).to_batch()
 
-    def _read(self, start: int, stop: int, chunks: Ints, ends: Ints) -> Iterator[Rows]:
-        """Rows at positions ``start`` to ``stop`` of the order of ``chunks``, which end at ``ends``."""
+    def _read(self, start: int, stop: int, chunks: Ints, ends: Ints, most: int | None = None) -> Iterator[Rows]:
+        """Rows at positions ``start`` to ``stop`` of the order of ``chunks`` with ``ends``, at most ``most`` a time."""
         i = int(np.searchsorted(ends, start, side="right"))
         while start < stop:
             begin = int(ends[i]) - int(self.source.chunk_sizes[chunks[i]])
             end = min(stop, int(ends[i]))
             while start < end:
-                part = self.source.read(int(chunks[i]), start - begin, end - begin)
+                to = end if most is None else min(end, start + most)
+                part = self.source.read(int(chunks[i]), start - begin, to - begin)
                 start += len(part)
                 yield part
             i += 1

@@ -29,6 +29,7 @@ NUM_INTERESTS = 4
 DAY = 86_400
 FIRST_REQUEST = 1_700_000_000
 MAX_CHUNKS = 256
+EVENTS_AT_ONCE = 1 << 17
 
 
 @dataclass
@@ -174,7 +175,7 @@ class SyntheticAds(RecDataModule):
         for split, num_rows in self.num_rows.items():
             self.sources[split] = SyntheticSource(self.world, SPLITS.index(split), num_rows)
         if stage == "fit" and self.num_rows["val"]:
-            best = self.best_ne("val", max_rows=2000, num_draws=1)
+            best = self.best_ne("val", max_rows=min(2000, self.world.rows_with(1 << 22)), num_draws=1)
             rank_zero_info(
                 "The best possible NE is " + ", ".join(f"{value.expected:.3f} ({task})" for task, value in best.items())
             )
@@ -189,9 +190,13 @@ class SyntheticAds(RecDataModule):
         """
         num_rows = min(self.num_rows[split], max_rows)
         requests = self.world.requests(SPLITS.index(split), 0, num_rows)
-        p = self.world.probabilities(requests, self.world.histories(requests))
+        # No outcome follows from other sequences than the first two.
+        p = self.world.probabilities(requests, self.world.histories(requests, num_sequences=2))
         labels, weights = self.world.labels(requests, p)
-        draws = [self.world.probabilities(requests, self.world.histories(requests, d + 1)) for d in range(num_draws)]
+        draws = [
+            self.world.probabilities(requests, self.world.histories(requests, d + 1, num_sequences=2))
+            for d in range(num_draws)
+        ]
         result = {}
         for i, task in enumerate(self.schema.tasks):
             # In expectation, a conversion counts with the probability of its click.
@@ -268,9 +273,14 @@ class World:
         anything = _zipf(_uniform(_hash(key, 0)), self.num_categories)
         return np.where(uniform < self.focus, interests[np.arange(len(key)), index], anything)
 
-    def histories(self, requests: _Requests, draw: int = 0) -> list[_History]:
-        """Events of every sequence; other draws give other histories of the same users."""
-        return [self._history(requests, i, shape.max_len, draw) for i, shape in enumerate(self.shapes)]
+    def rows_with(self, num_events: int) -> int:
+        """How many rows have about as many events, at half the longest histories."""
+        return max(1, 2 * num_events // sum(shape.max_len for shape in self.shapes))
+
+    def histories(self, requests: _Requests, draw: int = 0, num_sequences: int | None = None) -> list[_History]:
+        """Events of the first sequences, or of all; other draws give other histories of the same users."""
+        shapes = self.shapes[:num_sequences]
+        return [self._history(requests, i, shape.max_len, draw) for i, shape in enumerate(shapes)]
 
     def _history(self, requests: _Requests, index: int, max_len: int, draw: int) -> _History:
         key = _hash(requests.key, 50, index, draw)
@@ -330,8 +340,9 @@ class SyntheticSource:
         self.chunk_sizes = [num_rows * (i + 1) // chunks - num_rows * i // chunks for i in range(chunks)]
 
     def read(self, chunk: int, start: int, stop: int) -> Rows:
-        """Makes rows ``start`` to ``stop`` of a chunk."""
+        """Makes rows ``start`` to ``stop`` of a chunk, or as many of the first as have some 100,000 events."""
         world = self.world
+        stop = min(stop, start + world.rows_with(EVENTS_AT_ONCE))
         first = sum(self.chunk_sizes[:chunk])
         requests = world.requests(self.split, first + start, first + stop)
         histories = world.histories(requests)
