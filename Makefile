@@ -37,7 +37,7 @@ lint: $(STAMP)
 	$(RUN)/mypy
 
 test: lint
-	$(RUN)/python -m pytest -n $(JOBS)
+	$(RUN)/python -m pytest -n $(JOBS) --dist loadgroup
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

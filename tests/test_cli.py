@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -209,24 +210,40 @@ def test_a_misspelt_key_is_named(
         ),
     ],
 )
-def test_a_mistake_is_told_in_the_last_line(config: dict[str, Any], change: Any, status: int, last_line: str) -> None:
+def test_a_mistake_is_told_in_the_last_line(
+    config: dict[str, Any],
+    change: Any,
+    status: int,
+    last_line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     change(config)
-    arguments = write(config)
-
-    def run(**environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "lightning_gem", "fit", *arguments],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), **environment},
-            capture_output=True,
-            text=True,
-        )
-
-    result = run()
-    assert result.returncode == status
-    assert result.stderr.splitlines()[-1] == last_line
-    assert "Traceback" not in result.stderr
+    monkeypatch.setattr(sys, "argv", ["lightning-gem", "fit", *write(config)])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    # The interpreter prints what is no number, and exits with 1.
+    code = stopped.value.code
+    printed = capsys.readouterr().err if isinstance(code, int) else str(code)
+    assert (code if isinstance(code, int) else 1) == status
+    assert printed.splitlines()[-1] == last_line
     if status == 1:
-        assert "Traceback" in run(LIGHTNING_GEM_DEBUG="1").stderr
+        monkeypatch.setenv("LIGHTNING_GEM_DEBUG", "1")
+        with pytest.raises(ValueError, match=re.escape(last_line.removeprefix("error: ").split(":")[0])):
+            main()
+
+
+def test_a_mistake_in_a_process_of_its_own(config: dict[str, Any]) -> None:
+    config["data"]["init_args"]["schema"]["dense"].append({"name": "prise"})
+    result = subprocess.run(
+        [sys.executable, "-m", "lightning_gem", "fit", *write(config)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 1
+    assert result.stderr.splitlines()[-1].startswith("error: column 'prise' is missing (log.parquet)")
+    assert "Traceback" not in result.stderr
 
 
 def test_errors_that_are_no_mistakes_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,17 @@
 """The wheel holds what git holds, and the console script answers."""
 
+import runpy
 import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "plain_lightning_cli.py"
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
@@ -28,11 +31,17 @@ def test_the_wheel_holds_what_git_holds(tmp_path: Path) -> None:
     assert packed == {name for name in listed if name.startswith("lightning_gem/")}
 
 
-@pytest.mark.parametrize("command", [["-m", "lightning_gem"], [str(ROOT / "examples" / "plain_lightning_cli.py")]])
-def test_the_entry_points_answer(command: list[str]) -> None:
-    shown = subprocess.run([sys.executable, *command, "fit", "--help"], capture_output=True, text=True, cwd=ROOT)
-    assert shown.returncode == 0, shown.stderr
-    assert "--data" in shown.stdout
+@pytest.mark.parametrize(
+    "run", [lambda **how: runpy.run_module("lightning_gem", **how), lambda **how: runpy.run_path(str(EXAMPLE), **how)]
+)
+def test_the_entry_points_answer(
+    run: Callable[..., object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["program", "fit", "--help"])
+    with pytest.raises(SystemExit) as stopped:
+        run(run_name="__main__")
+    assert not stopped.value.code
+    assert "--data" in capsys.readouterr().out
 
 
 def test_the_console_script_is_installed() -> None:

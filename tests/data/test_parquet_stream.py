@@ -171,12 +171,12 @@ def test_workers(tmp_path: Path, num_workers: int) -> None:
     assert sorted(row for batch in batches for row in batch.row.tolist()) == list(range(NUM_ROWS))
 
 
-def test_spawned_worker(tmp_path: Path) -> None:
+def test_worker_that_inherits_nothing(tmp_path: Path) -> None:
     data = make_stream(tmp_path, train=write(tmp_path / "a.parquet", make_table()))
     source = data.sources["train"]
     source.read(0, 0, 1)
     assert len(pickle.loads(pickle.dumps(source)).read(0, 0, 5)) == 5
-    loader = DataLoader(BatchStream(source, 30), batch_size=None, num_workers=1, multiprocessing_context="spawn")
+    loader = DataLoader(BatchStream(source, 30), batch_size=None, num_workers=1, multiprocessing_context="forkserver")
     for batch in loader:
         check_content(batch)
 

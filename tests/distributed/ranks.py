@@ -1,4 +1,4 @@
-"""Runs cases in spawned processes over gloo; one group of processes serves many cases, since starting it is slow."""
+"""Runs cases in processes over gloo; one group of processes serves many cases, since starting it is slow."""
 
 import importlib
 import os
@@ -46,7 +46,7 @@ def run_ranks(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     processes = [
         context.Process(target=_worker, args=(rank, size, port, module, cases, str(folder))) for rank in range(size)
     ]

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_gem.models import GEM, GEMConfig, GEMModule
 from tests.helpers import ToyData, ToySource
@@ -28,7 +29,7 @@ class OrderedToyData(ToyData):
 
 
 class SaveAtEnd(Callback):
-    """Saves in the processes that trained: the parent of spawned ones has no network."""
+    """Saves in the processes that trained: the parent of those has no network."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,7 +53,7 @@ def train(folder: Path, order: list[int], batch_size: int, devices: int) -> dict
     trainer = Trainer(
         accelerator="cpu",
         devices=devices,
-        strategy="ddp_spawn" if devices > 1 else "auto",
+        strategy=DDPStrategy(start_method="forkserver") if devices > 1 else "auto",
         max_epochs=1,
         callbacks=[SaveAtEnd(folder / "end.ckpt")],
         logger=False,

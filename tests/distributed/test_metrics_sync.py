@@ -72,7 +72,7 @@ def worker(rank, folder):
 
 
 def run_workers(folder):
-    context = mp.spawn(worker, (folder,), nprocs=2, join=False)
+    context = mp.start_processes(worker, (folder,), nprocs=2, join=False, start_method="forkserver")
     deadline = time.monotonic() + 120
     try:
         while not context.join(timeout=1):

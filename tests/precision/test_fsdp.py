@@ -40,7 +40,7 @@ def run(rank: int, folder: str, recipe: str, convert_first: bool) -> None:
 
 @pytest.mark.parametrize(("recipe", "convert_first"), [("mxfp8", False), ("mxfp8_compact", True)])
 def test_gradients_equal_one_process(tmp_path: Path, recipe: str, convert_first: bool) -> None:
-    mp.spawn(run, (str(tmp_path), recipe, convert_first), nprocs=2)
+    mp.start_processes(run, (str(tmp_path), recipe, convert_first), nprocs=2, start_method="forkserver")
     net = make_net()
     convert(net, recipe)
     net(inputs()).square().sum().backward()

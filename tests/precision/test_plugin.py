@@ -8,6 +8,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_gem.cli import main
 from lightning_gem.precision import MXFP8Precision, plugin
@@ -152,9 +153,9 @@ def test_two_processes(tmp_path: Path) -> None:
     seed_everything(0)
     data = ToyData()
     path = tmp_path / "end.ckpt"
-    trainer = make_trainer(
-        tmp_path, MXFP8Precision("mxfp8_compact"), devices=2, strategy="ddp_spawn", callbacks=[Check(path)]
-    )
+    strategy = DDPStrategy(start_method="forkserver")
+    precision = MXFP8Precision("mxfp8_compact")
+    trainer = make_trainer(tmp_path, precision, devices=2, strategy=strategy, callbacks=[Check(path)])
     trainer.fit(make_module(data), data)
     state = torch.load(path, weights_only=True)
     assert state["global_step"] == 2
