@@ -1,6 +1,7 @@
 """Order, exactly-once delivery and exact resume of batches."""
 
 import pickle
+import warnings
 
 import numpy as np
 import pytest
@@ -251,3 +252,32 @@ def test_no_rows_and_no_sparse_features() -> None:
     sparse = only.to_batch().sparse
     assert sparse is not None
     assert sparse.values().numel() == 0
+
+
+def test_histories_in_another_order() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 0, 5, 1])
+    starts, total = np.cumsum(lengths) - lengths, int(lengths.sum())
+    events = Events(
+        ids=rng.integers(0, 99, (3, total)),
+        floats=rng.random((total, 2), dtype=np.float32),
+        timestamps=np.arange(total),
+        starts=starts,
+        lengths=lengths,
+        in_order=True,
+    )
+    events.timestamps.flags.writeable = False  # as columns of a file are
+    order = np.array([2, 3, 1, 0])
+    place = np.concatenate([np.arange(starts[row], starts[row] + lengths[row]) for row in order])
+    for source in (events, Events(**{**events.__dict__, "in_order": False})):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            moved = source.reorder(order)
+        assert moved.in_order
+        np.testing.assert_array_equal(moved.ids, events.ids[:, place])
+        np.testing.assert_array_equal(moved.floats, events.floats[place])
+        np.testing.assert_array_equal(moved.timestamps, place)
+        assert moved.lengths.tolist() == [5, 1, 0, 3]
+        assert moved.starts.tolist() == [0, 5, 6, 6]
+    empty = events.take(slice(1, 2)).reorder(np.array([0]))
+    assert empty.ids.shape == (3, 0)

@@ -200,3 +200,15 @@ def test_arguments_that_leave_no_room_for_the_signal_are_refused() -> None:
         SyntheticAds(num_sparse=4)
     with pytest.raises(ValueError, match="num_features"):
         SyntheticAds(sequences=[replace(SyntheticSequence(), num_features=1)])
+
+
+def test_long_histories_are_made_a_few_rows_at_a_time() -> None:
+    data = SyntheticAds(num_train=10**9, batch_size=150, sequences=[SyntheticSequence(4096, 2)])
+    data.setup("test")
+    source = data.sources["train"]
+    rows = source.read(0, 0, 10**6)
+    assert len(rows) == 64  # of 2,000 events on average
+    # Batches span several reads.
+    batch = next(iter(BatchStream(source, batch_size=150)))
+    assert batch.row.tolist() == list(range(150))
+    assert torch.equal(batch.user[:64], torch.from_numpy(rows.user))
