@@ -47,10 +47,18 @@ class Earlier:
 
     def since(self, first: Ints) -> "Earlier":
         """Only the earlier rows from row ``first[i]`` on, which may not be later than row ``i``; of whole groups."""
+        return Earlier(self.order, np.minimum(self._place(first), self.ends), self.ends)
+
+    def before(self, stop: Ints) -> "Earlier":
+        """Only the rows before row ``stop[i]``, which may not be later than row ``i``; of whole groups."""
+        return Earlier(self.order, self.begins, np.minimum(self._place(stop), self.ends))
+
+    def _place(self, rows: Ints) -> Ints:
+        """Where row ``rows[i]`` would stand in the group of row ``i``."""
         num_rows = len(self.order)
         # Ascending, for the start of a group stands for the group.
         keys = self.begins[self.order] * num_rows + self.order
-        return Earlier(self.order, np.searchsorted(keys, self.begins * num_rows + first), self.ends)
+        return np.searchsorted(keys, self.begins * num_rows + rows)
 
 
 @dataclass
@@ -86,6 +94,10 @@ class EarlierByValue:
     def since(self, first: Ints) -> "EarlierByValue":
         """Only the earlier rows from row ``first[i]`` on, see :meth:`Earlier.since`."""
         return EarlierByValue(self.earlier.since(self.starts[first[self.rows]]), self.rows, self.starts)
+
+    def before(self, stop: Ints) -> "EarlierByValue":
+        """Only the rows before row ``stop[i]``, see :meth:`Earlier.before`."""
+        return EarlierByValue(self.earlier.before(self.starts[stop[self.rows]]), self.rows, self.starts)
 
 
 def earlier_rows(groups: Ints, times: npt.NDArray[np.generic]) -> Earlier:

@@ -56,6 +56,9 @@ class InteractionLog(RecDataModule):
         drop_duplicates: Rows that agree in these columns are dropped but for the first.
         order: Columns that order rows of the same time; then their position in the files decides.
         list_separators: Separators of columns whose text is a list, such as ``{genres: "|"}``.
+        label_delay: Seconds after which the outcome of an event is known, such as 86400 where conversions are joined a
+            day later. Sequences and counters that use outcomes (as features, in ``history_filters``, as ``outcomes``)
+            have only events more than this before the request; others have all strictly earlier events.
         cache_dir: Where prepared data is kept; ``$XDG_CACHE_HOME/lightning_gem`` or ``~/.cache/lightning_gem`` when not
             given. A change of the arguments or of the log's files (size, modification time) prepares it anew.
         num_workers: Worker processes per loader; 0 reads in the training process.
@@ -77,6 +80,7 @@ class InteractionLog(RecDataModule):
         drop_duplicates: list[str] | None = None,
         order: list[str] | None = None,
         list_separators: dict[str, str] | None = None,
+        label_delay: int = 0,
         cache_dir: str | None = None,
         num_workers: int = 0,
         shuffle_rows: int = 65536,
@@ -95,6 +99,7 @@ class InteractionLog(RecDataModule):
             drop_duplicates=drop_duplicates or [],
             order=order or [],
             list_separators=list_separators or {},
+            label_delay=label_delay,
         )
         super().__init__(self.config.schema, batch_size, num_workers, shuffle_rows, seed)
         self.cache_dir = Path(cache_dir).expanduser() if cache_dir else default_cache_dir()

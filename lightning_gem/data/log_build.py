@@ -57,7 +57,8 @@ def build_log(config: LogConfig, folder: Path) -> None:
             earlier = log.earlier([str(config.schema.user)])
         for i, sequence in enumerate(config.schema.sequences):
             stage(f"history {sequence.name}")
-            events = _encode_events(log, sequence, earlier, fitted)
+            delayed = config.label_delay and config.has_outcomes(sequence)
+            events = _encode_events(log, sequence, earlier.before(log.known()) if delayed else earlier, fitted)
             arrays |= {f"seq{i}_{name}": array for name, array in events.items()}
         stage("write")
         save_arrays(folder, arrays)

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lightning_gem.data.schema import DenseFeature, Schema
+from lightning_gem.data.schema import DenseFeature, Schema, Sequence
 
 Scalar = bool | int | float | str
 
@@ -171,11 +171,14 @@ class LogConfig:
     drop_duplicates: list[str]
     order: list[str]
     list_separators: dict[str, str]
+    label_delay: int = 0
 
     def __post_init__(self) -> None:
         schema = self.schema
         if not self.log:
             raise ValueError("log is empty: name at least one file")
+        if self.label_delay < 0:
+            raise ValueError(f"label_delay is a number of seconds, 0 or more, not {self.label_delay}")
         if schema.timestamp is None:
             raise ValueError("schema.timestamp is missing: an interaction log needs a time column")
         if schema.user is None and (schema.sequences or self.split.by == "user"):
@@ -286,6 +289,11 @@ class LogConfig:
             if outcomes.intersection(derived.columns):
                 outcomes.add(derived.name)
         return outcomes
+
+    def has_outcomes(self, sequence: Sequence) -> bool:
+        """Whether the events of a sequence, or which events it has, depend on outcomes."""
+        columns = {feature.source for feature in (*sequence.features, *sequence.floats)}
+        return bool(self.outcome_columns & (columns | set(self.history_filters.get(sequence.name, {}))))
 
     @property
     def made_columns(self) -> list[str]:

@@ -90,6 +90,11 @@ class Log:
             parts[-1][keep[start:stop]] = encoded
         return np.concatenate(parts)[self.order]
 
+    def known(self) -> Ints:
+        """For every row, the first row whose outcome is not known at its time; see ``label_delay``."""
+        delay = self.config.label_delay * _units_per_second(self)
+        return np.searchsorted(self.times, self.times - delay)
+
     def earlier(self, columns: list[str]) -> Earlier:
         """The strictly earlier rows with equal values of ``columns``, among the sorted rows."""
         columns_of_groups = [self.column(name).take(pa.array(self.order)) for name in columns]
@@ -238,6 +243,8 @@ def add_counter(log: Log, counter: Counter) -> None:
         )
     flat = [name for name in counter.by if name not in lists]
     group = log.earlier_by_value(flat, lists[0]) if lists else log.earlier(flat)
+    if counter.outcomes and log.config.label_delay:
+        everyone, group = everyone.before(log.known()), group.before(log.known())
     if counter.within is not None:
         oldest = log.times - counter.within * _units_per_second(log)
         group = group.since(np.searchsorted(log.times, oldest))

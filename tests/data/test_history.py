@@ -74,3 +74,15 @@ def test_group_codes_do_not_overflow() -> None:
     rows = np.arange(50_000)
     columns = [pa.array(rows), pa.array(rows[::-1]), pa.array(rows), pa.array(rows), pa.array(rows)]
     assert len(np.unique(group_codes(columns, len(rows)))) == len(rows)
+
+
+@given(LOGS, st.integers(0, 4), st.integers(1, 4))
+def test_delayed_rows_equal_a_loop(log: list[tuple[int, int, float]], delay: int, span: int) -> None:
+    users, times, _ = _columns(log)
+    known = earlier_rows(users, times).before(np.searchsorted(times, times - delay))
+    recent = known.since(np.searchsorted(times, times - span))
+    for row in range(len(log)):
+        expected = [j for j in range(len(log)) if users[j] == users[row] and times[j] < times[row] - delay]
+        assert known.order[known.begins[row] : known.ends[row]].tolist() == expected
+        expected = [j for j in expected if times[j] >= times[row] - span]
+        assert recent.order[recent.begins[row] : recent.ends[row]].tolist() == expected
