@@ -135,13 +135,24 @@ def _encode_plain(feature: SparseFeature, array: pa.Array, vocabulary: Vocabular
 
 
 def _indices(array: pa.Array, num_embeddings: int, place: str) -> Ints:
-    if not pa.types.is_integer(array.type):
+    kind = array.type
+    if not (pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_floating(kind)):
         raise ValueError(
-            f"{place}: the index encoding needs integers, not {array.type}: cast the column or use encoding: hash"
+            f"{place}: the index encoding needs integers, not {kind}: cast the column or use encoding: hash"
         )
     if array.null_count:
         raise ValueError(f"{place}: null at position {first_true(array.is_null())}: fill it or use encoding: hash")
-    ids = to_numpy(array).astype(np.int64, copy=False)
+    numbers = to_numpy(array)
+    if pa.types.is_floating(kind):
+        # Whole numbers become floats in tools that mark missing values with NaN.
+        broken = ~np.isfinite(numbers) | (numbers != np.trunc(numbers))
+        if broken.any():
+            position = int(np.flatnonzero(broken)[0])
+            raise ValueError(
+                f"{place}: value {numbers[position]} at position {position} is no integer: fill or cast the column, or "
+                "use encoding: hash"
+            )
+    ids = numbers.astype(np.int64, copy=False)
     if len(ids) and (ids.min() < 0 or ids.max() >= num_embeddings):
         value = int(ids[np.flatnonzero((ids < 0) | (ids >= num_embeddings))[0]])
         raise ValueError(

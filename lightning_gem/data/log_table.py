@@ -292,7 +292,8 @@ def split_log(log: Log) -> dict[str, Ints]:
     for name in wanted:
         if wanted[name] and not len(splits[name]):
             sizes_text = ", ".join(f"{name}: {len(rows)}" for name, rows in splits.items())
-            raise ValueError(f"the {name} split of {log.where} is empty ({sizes_text} rows): change the split")
+            hint = " (rows of the same time stay together)" if split.by == "time" else ""
+            raise ValueError(f"the {name} split of {log.where} is empty ({sizes_text} rows): change the split{hint}")
     return {name: rows for name, rows in splits.items() if wanted[name]}
 
 

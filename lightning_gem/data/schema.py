@@ -17,10 +17,10 @@ class SparseFeature:
         column: Column that holds the raw values; the feature's name when not given.
         table: Name of the table. Features that name the same table share its rows and must agree on its size and
             encoding. The default is a table of its own.
-        encoding: How raw values become rows. ``index``: the values are rows already, others are an error. ``hash``: any
-            integer or string is hashed over all rows. ``vocabulary``: the values seen at least ``min_count`` times in
-            the training split get rows from 1 on, in order of frequency; all others get row 0. ``bucket``: numbers
-            become the index of their interval in ``boundaries``.
+        encoding: How raw values become rows. ``index``: the values (integers, booleans, whole floats) are rows already,
+            others are an error. ``hash``: any integer or string is hashed over all rows. ``vocabulary``: the values
+            seen at least ``min_count`` times in the training split get rows from 1 on, in order of frequency; all
+            others get row 0. ``bucket``: numbers become the index of their interval in ``boundaries``.
         boundaries: Ascending interval limits of the ``bucket`` encoding.
         min_count: Occurrences that the ``vocabulary`` encoding asks for.
         null_row: Whether nulls get the last row of a ``vocabulary`` table for themselves, instead of sharing row 0 with

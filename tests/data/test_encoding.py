@@ -68,12 +68,18 @@ def test_hash_is_even_and_depends_on_the_table(scale: int) -> None:
 
 def test_index() -> None:
     feature = SparseFeature("f", 10, column="raw", encoding="index")
-    assert encode_ids(feature, pa.array([0, 9], pa.int16()), None, WHERE).tolist() == [0, 9]
+    for values in (pa.array([1, 9], pa.int16()), pa.array([True, False]), pa.array([1.0, 9.0])):
+        expected = [1, 0] if pa.types.is_boolean(values.type) else [1, 9]
+        ids = encode_ids(feature, values, None, WHERE)
+        assert ids.tolist() == expected
+        assert ids.dtype == "int64"
     for values, text in (
         ([3, 10], "value 10 is not in 0 .. 9"),
         ([-1], "value -1 is not"),
         ([1, None], "null at position 1"),
-        ([1.0], "needs integers, not double"),
+        ([1.0, 0.5], "value 0.5 at position 1 is no integer"),
+        ([float("nan")], "value nan at position 0 is no integer"),
+        ([12.0], "value 12 is not in 0 .. 9"),
         (["a"], "needs integers, not string"),
     ):
         with pytest.raises(ValueError, match=text) as error:
