@@ -292,7 +292,7 @@ class LogConfig:
 
     def has_outcomes(self, sequence: Sequence) -> bool:
         """Whether the events of a sequence, or which events it has, depend on outcomes."""
-        columns = {feature.source for feature in (*sequence.features, *sequence.floats)}
+        columns = {feature.source for feature in sequence.features} | {number.source for number in sequence.floats}
         return bool(self.outcome_columns & (columns | set(self.history_filters.get(sequence.name, {}))))
 
     @property
