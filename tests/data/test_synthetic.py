@@ -203,7 +203,7 @@ def test_arguments_that_leave_no_room_for_the_signal_are_refused() -> None:
 
 
 def test_long_histories_are_made_a_few_rows_at_a_time() -> None:
-    data = SyntheticAds(num_train=10**9, batch_size=150, sequences=[SyntheticSequence(4096, 2)])
+    data = SyntheticAds(num_train=3 * 10**8, sequences=[SyntheticSequence(4096, 2)])
     data.setup("test")
     source = data.sources["train"]
     rows = source.read(0, 0, 10**6)
