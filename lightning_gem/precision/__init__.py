@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from lightning_gem.precision.convert import ScopeRule, convert, high_precision, unconvert
-from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_grouped_linear, mxfp8_linear
+from lightning_gem.precision.linear import low_precision_batched_linear, low_precision_grouped_linear, low_precision_linear
 from lightning_gem.precision.mx import (
     MXBlocks,
     hadamard_matrix,
@@ -34,9 +34,9 @@ __all__ = [
     "mx_quantize_2d",
     "mx_requantize",
     "mx_to_blocked",
-    "mxfp8_batched_linear",
-    "mxfp8_grouped_linear",
-    "mxfp8_linear",
+    "low_precision_batched_linear",
+    "low_precision_grouped_linear",
+    "low_precision_linear",
     "random_hadamard",
     "unconvert",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_linear
+from lightning_gem.precision.linear import low_precision_batched_linear, low_precision_linear
 from lightning_gem.precision.mx import BLOCK
 from lightning_gem.precision.recipes import PrecisionRecipe, get_recipe
 
@@ -93,7 +93,7 @@ class ConvertedLinear(Converted):
         """As ``torch.nn.Linear``."""
         if not self.precision_enabled:
             return super().forward(input)  # type: ignore[misc]
-        out = mxfp8_linear(input, self.weight, self.bias, self.precision_recipe)
+        out = low_precision_linear(input, self.weight, self.bias, self.precision_recipe)
         if self.precision_probe is not None:
             self.precision_probe(input, self.weight, out)
         return out
@@ -106,7 +106,7 @@ class ConvertedExperts(Converted):
         """``(E, M, K)`` times ``(E, K, N)``."""
         if not self.precision_enabled:
             return super().batched_product(x, weight)  # type: ignore[misc]
-        out = mxfp8_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
+        out = low_precision_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
         if self.precision_probe is not None:
             self.precision_probe(x, weight.transpose(1, 2), out)
         return out

@@ -21,7 +21,7 @@ from lightning_gem.precision.mx import MXBlocks, mx_dequantize, mx_quantize, mx_
 from lightning_gem.precision.recipes import PrecisionRecipe, get_recipe
 
 
-def mxfp8_linear(
+def low_precision_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -52,22 +52,22 @@ def mxfp8_linear(
     return _product(rows, weight, bias, recipe, backend).reshape(*x.shape[:-1], len(weight))
 
 
-def mxfp8_batched_linear(
+def low_precision_batched_linear(
     x: Tensor, weight: Tensor, recipe: str | PrecisionRecipe = "mxfp8", backend: Backend = "auto"
 ) -> Tensor:
     """``x_e W_e^T`` of every expert, with operands in MXFP8.
 
     Args:
-        x: (E, M, K), as in :func:`mxfp8_linear`.
+        x: (E, M, K), as in :func:`low_precision_linear`.
         weight: (E, N, K).
         recipe: A recipe or its name.
-        backend: As in :func:`mxfp8_linear`.
+        backend: As in :func:`low_precision_linear`.
 
     Returns:
         (E, M, N).
 
     Raises:
-        ValueError: As :func:`mxfp8_linear`.
+        ValueError: As :func:`low_precision_linear`.
     """
     if weight.ndim != 3 or x.ndim != 3 or x.shape[::2] != weight.shape[::2]:
         raise ValueError(
@@ -76,7 +76,7 @@ def mxfp8_batched_linear(
     return _product(x, weight, None, recipe, backend)
 
 
-def mxfp8_grouped_linear(
+def low_precision_grouped_linear(
     x: Tensor,
     weight: Tensor,
     sizes: Sequence[int],
@@ -90,20 +90,20 @@ def mxfp8_grouped_linear(
         weight: (E, N, K).
         sizes: Rows of every expert; 0 is legal and gives its weight the gradient 0.
         recipe: A recipe or its name.
-        backend: As in :func:`mxfp8_linear`.
+        backend: As in :func:`low_precision_linear`.
 
     Returns:
         (M, N).
 
     Raises:
-        ValueError: If the sizes are not one per expert with the sum M, and as :func:`mxfp8_linear`.
+        ValueError: If the sizes are not one per expert with the sum M, and as :func:`low_precision_linear`.
     """
     if len(sizes) != len(weight) or sum(sizes) != len(x) or min(sizes, default=0) < 0:
         raise ValueError(
             f"sizes must be {len(weight)} numbers of rows with the sum {len(x)}, got {list(sizes)}: one per expert"
         )
     parts = [
-        mxfp8_linear(rows, matrix, None, recipe, backend)
+        low_precision_linear(rows, matrix, None, recipe, backend)
         for rows, matrix in zip(x.split(list(sizes)), weight, strict=True)
     ]
     return torch.cat(parts)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_gem.models import GEM, GEMConfig
-from lightning_gem.precision import RECIPES, ScopeRule, convert, high_precision, mxfp8_linear, unconvert
+from lightning_gem.precision import RECIPES, ScopeRule, convert, high_precision, low_precision_linear, unconvert
 from lightning_gem.precision.convert import ConvertedLinear, converted_class
 from tests.helpers import make_batch, make_schema
 
@@ -205,7 +205,7 @@ def test_equals_the_function() -> None:
     layer = net.layers[0].up
     convert(net)
     x = torch.randn(5, 7, 32)
-    assert torch.equal(layer(x), mxfp8_linear(x, layer.weight, layer.bias))
+    assert torch.equal(layer(x), low_precision_linear(x, layer.weight, layer.bias))
     assert layer(torch.zeros(0, 32)).shape == (0, 64)
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_gem.precision.linear import mxfp8_linear
+from lightning_gem.precision.linear import low_precision_linear
 from lightning_gem.precision.mx import mx_dequantize, mx_quantize, mx_quantize_2d
 from tests.precision.test_vectors import VECTORS, vector_block
 
@@ -63,7 +63,7 @@ def test_linear(recipe: str) -> None:
     results = []
     for device in ("cpu", "cuda"):
         leaves = [t.to(device).requires_grad_() for t in (x, weight)]
-        out = mxfp8_linear(*leaves, None, recipe)
+        out = low_precision_linear(*leaves, None, recipe)
         results.append([out, *torch.autograd.grad(out, leaves, grad.to(device))])
     for on_cpu, on_gpu in zip(*results, strict=True):
         error = (on_gpu.cpu().double() - on_cpu.double()).square().sum()
