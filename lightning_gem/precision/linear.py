@@ -1,4 +1,4 @@
-"""Linear layers whose three GEMMs run in MXFP8, with gradients.
+"""Linear layers whose three GEMMs run in low precision, with gradients; those of MXFP8 themselves.
 
 Every operand is blocked along the axis that its GEMM contracts: activations and weights along the input features in the
 forward pass, gradients and weights along the output features for the gradient of the activations, gradients and
@@ -15,10 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from lightning_gem.precision import dispatch
 from lightning_gem.precision.matmul import Backend, choose_backend, mx_matmul
 from lightning_gem.precision.mx import MXBlocks, mx_dequantize, mx_quantize, mx_quantize_2d, mx_requantize
 from lightning_gem.precision.recipes import PrecisionRecipe, get_recipe
+from lightning_gem.precision.scaled_linear import scaled_product
 
 
 def low_precision_linear(
@@ -28,7 +31,7 @@ def low_precision_linear(
     recipe: str | PrecisionRecipe = "mxfp8",
     backend: Backend = "auto",
 ) -> Tensor:
-    """``x W^T + b`` with operands in MXFP8; like ``torch.nn.functional.linear`` otherwise.
+    """``x W^T + b`` with operands in the recipe's format; like ``torch.nn.functional.linear`` otherwise.
 
     Args:
         x: (..., K) bfloat16, float16 or float32. No rows are legal; NaN or Inf in a row makes that row of
@@ -55,7 +58,7 @@ def low_precision_linear(
 def low_precision_batched_linear(
     x: Tensor, weight: Tensor, recipe: str | PrecisionRecipe = "mxfp8", backend: Backend = "auto"
 ) -> Tensor:
-    """``x_e W_e^T`` of every expert, with operands in MXFP8.
+    """``x_e W_e^T`` of every expert, with operands in the recipe's format.
 
     Args:
         x: (E, M, K), as in :func:`low_precision_linear`.
@@ -114,9 +117,26 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str | Preci
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    out_dtype = x.dtype if bias is None else torch.float32
-    out = _Linear.apply(x, weight, chosen, choose_backend(x.device, backend), out_dtype)
+    if chosen.kind == "auto":
+        dispatched = dispatch.choose(x.shape[-2], weight, x.device)
+        if dispatched is None:
+            return _high_precision(x, weight, bias)
+        chosen = dispatched
+    on = choose_backend(x.device, backend, chosen.kind)
+    # Row-scaled GEMMs of Hopper write bfloat16 only.
+    out_dtype = x.dtype if bias is None or (on == "native" and chosen.kind != "mx") else torch.float32
+    if chosen.kind == "mx":
+        out = _Linear.apply(x, weight, chosen, on, out_dtype)
+    else:
+        out = scaled_product(x, weight, chosen, on, out_dtype)
     return out if bias is None else (out + bias.to(torch.float32)).to(x.dtype)
+
+
+def _high_precision(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.ndim == 2:
+        return functional.linear(x, weight.to(x.dtype), bias)
+    return torch.matmul(x, weight.to(x.dtype).mT)
 
 
 class _Linear(torch.autograd.Function):
