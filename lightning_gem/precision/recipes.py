@@ -41,6 +41,7 @@ class PrecisionRecipe:
 RECIPES = {
     "mxfp8": PrecisionRecipe("mxfp8"),
     "mxfp8_compact": PrecisionRecipe("mxfp8_compact", compact=True),
+    "mxfp8_floor": PrecisionRecipe("mxfp8_floor", scale="floor"),
     "fp8_rowwise": PrecisionRecipe("fp8_rowwise", kind="row"),
     "fp8_blockwise": PrecisionRecipe("fp8_blockwise", kind="block"),
     "fp8_tensorwise": PrecisionRecipe("fp8_tensorwise", kind="tensor"),

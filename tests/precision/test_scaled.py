@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from lightning_gem.precision import dispatch
 from lightning_gem.precision.linear import low_precision_linear
+from lightning_gem.precision.norm_linear import low_precision_norm_linear
 from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe
 from lightning_gem.precision.scaled import (
     dequantize,
@@ -18,6 +21,7 @@ from lightning_gem.precision.scaled import (
     token_scales,
     transposed,
 )
+from lightning_gem.precision.scaled_linear import scaled_product
 
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -141,3 +145,82 @@ def test_auto_is_bf16_where_nothing_is_faster() -> None:
     x, weight, bias = leaf(2, 5, 64), leaf(32, 64, seed=1), leaf(32, seed=2)
     out = low_precision_linear(x, weight, bias, "auto")
     assert torch.equal(out, torch.nn.functional.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("affine", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_forward", "auto"])
+def test_norm_linear(recipe: str, norm: Any, affine: bool) -> None:
+    """The fused op is norm, then linear, in values and gradients."""
+    activation = "silu" if affine else None
+    x, weight, bias, grad = leaf(2, 40, 64), leaf(32, 64, seed=1), leaf(32, seed=2), leaf(2, 40, 32, seed=3).detach()
+    affines = [leaf(64, seed=4) if affine else None, leaf(64, seed=5) if affine and norm == "layer" else None]
+    inputs = [x, weight, bias, *(t for t in affines if t is not None)]
+    out = low_precision_norm_linear(
+        x, weight, bias, recipe, norm=norm, norm_weight=affines[0], norm_bias=affines[1], activation=activation
+    )
+    actual = [out, *torch.autograd.grad(out, inputs, grad)]
+    shape = (64,)
+    normed = (
+        F.layer_norm(x, shape, *affines, eps=1e-5) if norm == "layer" else F.rms_norm(x, shape, affines[0], eps=1e-5)
+    )
+    normed = F.silu(normed) if activation else normed
+    apart = low_precision_linear(normed, weight, bias, recipe)
+    expected = [apart, *torch.autograd.grad(apart, inputs, grad)]
+    for a, e in zip(actual, expected, strict=True):
+        assert a.shape == e.shape
+        assert decibel(e, a) > 50, (a, e)
+
+
+def test_norm_linear_errors() -> None:
+    x, weight = torch.zeros(2, 32), torch.zeros(4, 32)
+    for arguments, message in (
+        ({"recipe": "mxfp8"}, "has no scale per row"),
+        ({"norm": "batch"}, "must be 'rms' or 'layer'"),
+        ({"activation": "cube"}, "activation 'cube'"),
+        ({"norm_bias": torch.zeros(32)}, "has no norm_bias"),
+        ({"backend": "native"}, "compute capability 9.0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            low_precision_norm_linear(x, weight, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="do not fit"):
+        low_precision_norm_linear(x, weight.T)
+
+
+def test_hopper_ops_on_a_cpu() -> None:
+    """What the GPU's kernels are registered with: same numbers, transposed and padded; fakes of the same shapes."""
+    grad, x = leaf(37, 20).detach(), quantize_rows(leaf(37, 70, seed=1).detach())
+    codes, scale, over = torch.ops.lightning_gem.fp8_rows_both(grad, "e4m3")
+    expected = quantize_rows(grad)
+    assert torch.equal(codes.view(torch.uint8), expected.data.view(torch.uint8))
+    assert torch.equal(over[:, :37].view(torch.uint8), codes.mT.contiguous().view(torch.uint8))
+    assert over.shape == (20, 48)
+    ratio, _ = token_scales(x.scale, scale)
+    for op, arguments in (
+        (torch.ops.lightning_gem.fp8_rows_both, (grad, "e4m3")),
+        (torch.ops.lightning_gem.fp8_rows, (grad, None, None, "rms", 1e-5, "silu", "e4m3")),
+        (torch.ops.lightning_gem.fp8_shift_transposed, (x.data, ratio, "e4m3")),
+    ):
+        real = op(*arguments)
+        with FakeTensorMode() as mode:
+            fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
+        for r, f in zip(*((t if isinstance(t, tuple) else (t,)) for t in (real, fake)), strict=True):
+            assert (r.shape, r.dtype) == (f.shape, f.dtype)
+
+
+@pytest.mark.parametrize("shape", [(48, 64, 32), (37, 70, 20), (0, 64, 32)])
+def test_hopper_products_on_a_cpu(shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native branch with torch's GEMM for CPUs."""
+    m, k, n = shape
+    x, weight, grad = leaf(m, k), leaf(n, k, seed=1), leaf(m, n, seed=2).detach()
+    recipe = RECIPES["fp8_rowwise"]
+    original = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, out_dtype, **kw: original(*a, out_dtype=out_dtype))
+    results = []
+    for backend in ("emulated", "native"):
+        out = scaled_product(x, weight, recipe, backend, torch.float32)
+        results.append([out, *torch.autograd.grad(out, (x, weight), grad)])
+    for emulated, native in zip(*results, strict=True):
+        assert emulated.shape == native.shape
+        if m:
+            assert decibel(emulated, native) > 45
