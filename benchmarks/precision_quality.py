@@ -7,8 +7,8 @@ model of the same seed, example by example. Their interval over examples is tigh
 rounding alone, so the mean over the seeds has an interval of its own (Student's t), and ``fp32`` shows what rounding
 does by itself. ``same weights``: the bf16 model predicts under every recipe; nothing but the recipe differs.
 
-Every job leaves its predictions in ``--work``; a run that is interrupted goes on where it was, and ``--jobs`` limits how
-many are done now. KuaiRand is looked for in ``../shared/data``.
+Every job leaves its predictions in ``--work``; a run that is interrupted goes on where it was, and ``--jobs`` limits
+how many are done now. KuaiRand is looked for in ``../shared/data``.
 """
 
 import argparse
@@ -243,16 +243,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     total = 40 + height * len(rows)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{total}" font-family="sans-serif" '
-        'font-size="11"><rect width="100%" height="100%" fill="white"/>',
-        f'<rect x="{x_of(-0.02):.1f}" y="20" width="{x_of(0.02) - x_of(-0.02):.1f}" height="{total - 30}" fill="#dfd"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 20}" height="{total}" '
+        'font-family="sans-serif" font-size="11"><rect width="100%" height="100%" fill="white"/>',
+        f'<rect x="{x_of(-0.02):.1f}" y="20" width="{x_of(0.02) - x_of(-0.02):.1f}" height="{total - 30}" '
+        'fill="#dfd"/>',
     ]
     for tick in (-1, -0.1, -0.02, 0, 0.02, 0.1, 1):
         if abs(math.asinh(tick / 0.02)) <= limit:
             lines.append(f'<text x="{x_of(tick):.1f}" y="14" text-anchor="middle">{tick:g} %</text>')
-            lines.append(
-                f'<line x1="{x_of(tick):.1f}" x2="{x_of(tick):.1f}" y1="20" y2="{total - 10}" stroke="#bbb"/>'
-            )
+            lines.append(f'<line x1="{x_of(tick):.1f}" x2="{x_of(tick):.1f}" y1="20" y2="{total - 10}" stroke="#bbb"/>')
     for i, row in enumerate(rows):
         y = 32 + height * i
         label = f"{row['set']}, {row['kind']}, {row['task']}: {row['recipe']}"

@@ -19,9 +19,10 @@ class QualityGuard(Callback):
     """Predicts validation batches twice, with the recipe and with the same weights in bf16, and compares.
 
     Both predict the same examples, so a gap of 0.01 % of the normalized entropy shows with far fewer of them than two
-    trainings would need. Logs ``precision/ne_gap/<task>`` (relative, positive is worse) with ``_low`` and ``_high``, the
-    ends of its 95 % interval, ``precision/calibration/<task>``, and says ``pass``, ``fail`` or ``inconclusive`` with the
-    number of examples that would settle it. It measures what the recipe costs predictions, not what it did to training.
+    trainings would need. Logs ``precision/ne_gap/<task>`` (relative, positive is worse) with ``_low`` and ``_high``,
+    the ends of its 95 % interval, and ``precision/calibration/<task>``; says ``pass``, ``fail`` or ``inconclusive``
+    with the number of examples that would settle it. It measures what the recipe costs predictions, not what it did to
+    training.
 
     Attributes:
         gaps: The latest comparison by task.

@@ -4,7 +4,11 @@ from importlib import import_module
 from typing import Any
 
 from lightning_gem.precision.convert import ScopeRule, convert, high_precision, unconvert
-from lightning_gem.precision.linear import low_precision_batched_linear, low_precision_grouped_linear, low_precision_linear
+from lightning_gem.precision.linear import (
+    low_precision_batched_linear,
+    low_precision_grouped_linear,
+    low_precision_linear,
+)
 from lightning_gem.precision.mx import (
     MXBlocks,
     hadamard_matrix,

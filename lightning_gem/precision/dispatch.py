@@ -91,8 +91,10 @@ def fastest(rows: int, outs: int, width: int, device: torch.device) -> str:
 
     def step(recipe: str) -> Callable[[], None]:
         def run() -> None:
-            out = torch.nn.functional.linear(x, weight) if recipe == "bf16" else low_precision_linear(
-                x, weight, None, recipe
+            out = (
+                torch.nn.functional.linear(x, weight)
+                if recipe == "bf16"
+                else low_precision_linear(x, weight, None, recipe)
             )
             torch.autograd.grad(out, (x, weight), grad)
 
@@ -115,5 +117,3 @@ def _milliseconds(function: Callable[[], None], repeats: int = 7) -> float:
         end.record()
     torch.cuda.synchronize()
     return sorted(start.elapsed_time(end) for start, end in events)[repeats // 2]
-
-

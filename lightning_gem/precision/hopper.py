@@ -1,7 +1,8 @@
 """Row-scaled FP8 on Hopper: quantisation in Triton, products in cuBLAS.
 
 Forward GEMMs accumulate on in the tensor cores (about 14 bits below the sum), those of gradients are promoted to
-float32 along the way (``ACCURATE``). A GEMM over the tokens takes scales per tensor: those of the tokens are in the codes.
+float32 along the way (``ACCURATE``). A GEMM over the tokens takes scales per tensor: those of the tokens are in the
+codes.
 """
 
 import torch

@@ -22,9 +22,7 @@ def native_rows(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
 
 
-def choose_backend(
-    device: torch.device, backend: Backend = "auto", kind: Kind = "mx"
-) -> Literal["native", "emulated"]:
+def choose_backend(device: torch.device, backend: Backend = "auto", kind: Kind = "mx") -> Literal["native", "emulated"]:
     """What computes on a device, from its capability alone.
 
     Args:

@@ -156,5 +156,3 @@ class _NormLinear(torch.autograd.Function):
             None if norm_bias is None else grad_norm_bias,
             *[None] * 5,
         )
-
-

@@ -38,9 +38,7 @@ def scaled_product(
 ) -> Tensor:
     """``x W^T`` of (..., m, k) and (..., n, k), with gradients."""
     if backend == "native" and x.ndim == 3:
-        parts = [
-            scaled_product(one, matrix, recipe, backend, out_dtype) for one, matrix in zip(x, weight, strict=True)
-        ]
+        parts = [scaled_product(one, matrix, recipe, backend, out_dtype) for one, matrix in zip(x, weight, strict=True)]
         return torch.stack(parts)
     out: Tensor = _ScaledLinear.apply(x, weight, recipe, backend, out_dtype)
     return out

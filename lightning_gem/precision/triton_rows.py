@@ -1,7 +1,7 @@
 # mypy: allow-untyped-defs
 """Triton kernels of FP8 with a scale per row: quantise, also after a norm, and write what Hopper's GEMMs need.
 
-Hopper's FP8 tensor cores contract along contiguous memory only, so a GEMM over the tokens needs its operands transposed.
+Hopper's FP8 tensor cores contract along contiguous memory only, so a GEMM over the tokens needs transposed operands.
 Four codes of neighbouring rows are packed into one word first: words, not bytes, are moved across threads.
 """
 
@@ -157,9 +157,9 @@ def _shifted(
     else:
         numbers = part.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     factor = tl.load(ratio + row, inside, 0.0)
-    nan = tl.where(factor == factor, 127, 255)
     # Byte 127 stands for the factor 1.
-    out = encode(numbers * factor[:, None], nan[:, None] + tl.zeros_like(part).to(tl.int32), LARGEST, IS_E5M2, ROUND_FIRST)
+    byte = tl.where(factor == factor, 127, 255)[:, None] + tl.zeros_like(part).to(tl.int32)
+    out = encode(numbers * factor[:, None], byte, LARGEST, IS_E5M2, ROUND_FIRST)
     return tl.where(inside[:, None], out.to(tl.int32), 0)
 
 

@@ -12,7 +12,12 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_gem.precision import matmul
-from lightning_gem.precision.linear import _Linear, low_precision_batched_linear, low_precision_grouped_linear, low_precision_linear
+from lightning_gem.precision.linear import (
+    _Linear,
+    low_precision_batched_linear,
+    low_precision_grouped_linear,
+    low_precision_linear,
+)
 from lightning_gem.precision.matmul import choose_backend, mx_matmul
 from lightning_gem.precision.mx import mx_dequantize, mx_quantize, mx_quantize_2d, mx_requantize
 from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
@@ -189,7 +194,9 @@ def test_grouped_with_an_idle_expert(recipe: PrecisionRecipe) -> None:
     out.backward(torch.ones_like(out))
     start = 0
     for i, size in enumerate(sizes):
-        assert torch.equal(out[start : start + size], low_precision_linear(x[start : start + size], weight[i], None, recipe))
+        assert torch.equal(
+            out[start : start + size], low_precision_linear(x[start : start + size], weight[i], None, recipe)
+        )
         start += size
     assert not weight.grad[1].any()
     assert weight.grad[[0, 2, 3]].abs().sum((1, 2)).all()
@@ -317,8 +324,16 @@ def rowwise_on_cpu(backend: Any) -> torch.Tensor:
     [
         (lambda: low_precision_linear(torch.zeros(2, 32), torch.zeros(4, 64)), ValueError, "do not fit"),
         (lambda: low_precision_linear(torch.zeros(2, 32).double(), torch.zeros(4, 32).double()), ValueError, "cast it"),
-        (lambda: low_precision_linear(torch.zeros(2, 32), torch.zeros(4, 32), backend="native"), ValueError, "Blackwell"),
-        (lambda: low_precision_linear(torch.zeros(2, 32), torch.zeros(4, 32), backend="fast"), ValueError, "'fast' is unknown"),
+        (
+            lambda: low_precision_linear(torch.zeros(2, 32), torch.zeros(4, 32), backend="native"),
+            ValueError,
+            "Blackwell",
+        ),
+        (
+            lambda: low_precision_linear(torch.zeros(2, 32), torch.zeros(4, 32), backend="fast"),
+            ValueError,
+            "'fast' is unknown",
+        ),
         (lambda: low_precision_batched_linear(torch.zeros(2, 3, 32), torch.zeros(3, 4, 32)), ValueError, "do not fit"),
         (lambda: get_recipe("mxfp4"), ValueError, "use one of mxfp8"),
         (lambda: rowwise_on_cpu("native"), ValueError, "needs a GPU of compute capability 9.0"),
