@@ -3,7 +3,9 @@
 from importlib import import_module
 from typing import Any
 
-from lightning_gem.precision.convert import ScopeRule, convert, high_precision, unconvert
+from lightning_gem.precision.activations import compressed_activations
+from lightning_gem.precision.attention import mx_fake_quantize, with_low_precision_scores
+from lightning_gem.precision.convert import ScopeRule, convert, convert_attention, high_precision, unconvert
 from lightning_gem.precision.linear import (
     low_precision_batched_linear,
     low_precision_grouped_linear,
@@ -20,6 +22,7 @@ from lightning_gem.precision.mx import (
     mx_to_blocked,
     random_hadamard,
 )
+from lightning_gem.precision.norm_linear import low_precision_norm_linear
 from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
 
 __all__ = [
@@ -28,21 +31,26 @@ __all__ = [
     "MXFP8Precision",
     "PrecisionRecipe",
     "ScopeRule",
+    "compressed_activations",
     "convert",
+    "convert_attention",
     "get_recipe",
     "hadamard_matrix",
     "high_precision",
+    "low_precision_batched_linear",
+    "low_precision_grouped_linear",
+    "low_precision_linear",
+    "low_precision_norm_linear",
     "mx_dequantize",
+    "mx_fake_quantize",
     "mx_from_blocked",
     "mx_quantize",
     "mx_quantize_2d",
     "mx_requantize",
     "mx_to_blocked",
-    "low_precision_batched_linear",
-    "low_precision_grouped_linear",
-    "low_precision_linear",
     "random_hadamard",
     "unconvert",
+    "with_low_precision_scores",
 ]
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_gem.precision.mx import BLOCK, Format, MXBlocks, decode, mx_quantize
+from lightning_gem.precision.mx import BLOCK, Format, decode, mx_quantize
 
 PACKED = BLOCK + 1
 
@@ -206,5 +206,3 @@ class MXFP8Codec:
         if qcomm_ctx is not None:
             qcomm_ctx.padded_dim_sum_per_rank = [size + -size % BLOCK for size in dim_per_rank]
         return input_tensor.shape[1] + padding, padding
-
-

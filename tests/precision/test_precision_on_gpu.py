@@ -145,10 +145,8 @@ def test_norm_linear(recipe: str, norm: Any) -> None:
         x, weight, None, recipe, norm=norm, norm_weight=affine[0], norm_bias=affine[1], activation="silu"
     )
     actual = [out, *torch.autograd.grad(out, inputs, grad)]
-    if norm == "rms":
-        normed = F.rms_norm(x, (512,), scale, 1e-5)
-    else:
-        normed = F.layer_norm(x, (512,), scale, shift, 1e-5)
+    shape = (512,)
+    normed = F.rms_norm(x, shape, scale, 1e-5) if norm == "rms" else F.layer_norm(x, shape, scale, shift, 1e-5)
     exact = F.linear(F.silu(normed), weight)
     for a, e in zip(actual, [exact, *torch.autograd.grad(exact, inputs, grad)], strict=True):
         assert decibel(e, a) > 24
