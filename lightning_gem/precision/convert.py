@@ -130,7 +130,7 @@ class ConvertedAttention(Converted):
 def converted_class(original: type[nn.Module]) -> type[nn.Module]:
     """The converted class of a class: one per class, so that copies of a module have the same."""
     if original not in _generated:
-        mixin = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
+        mixin: type[Converted] = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
         if hasattr(original, "score_operands"):
             mixin = ConvertedAttention
         attributes = {"original_class": original, "__module__": __name__, "__doc__": mixin.__doc__}
@@ -215,7 +215,7 @@ def matrices(model: nn.Module) -> list[tuple[int, int]]:
         if isinstance(module, ConvertedLinear):
             found.append((module.weight.shape[0], module.weight.shape[1]))
         elif isinstance(module, ConvertedExperts):
-            weights = module.batched_weights()  # type: ignore[attr-defined]
+            weights: list[Tensor] = module.batched_weights()  # type: ignore[operator]
             found += [(weight.shape[-1], weight.shape[-2]) for weight in weights]
     return found
 
