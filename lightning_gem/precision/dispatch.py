@@ -1,8 +1,8 @@
 """Recipe ``auto``: FP8 where it is faster than bf16 on this kind of GPU, bf16 everywhere else.
 
 What is faster is a table of measurements, keyed by number of rows and widths. It is data: rank 0 measures and
-broadcasts, checkpoints carry it, and a run that resumes or a rank that joins chooses as the others do. Without a table,
-a rule that holds on an H200 decides.
+broadcasts, checkpoints carry it, and a run that resumes or a rank that joins chooses as the others do. What no table
+covers stays in bf16.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,6 @@ CANDIDATES = ("fp8_rowwise", "fp8_forward")
 # FP8 must gain this much: less is noise.
 LEAST_GAIN = 1.03
 ROWS = (16_384, 65_536)
-LEAST_ROWS, LEAST_WIDTH = 16_384, 1024
 
 Table = dict[str, str]
 _table: Table = {}
@@ -41,18 +40,18 @@ def use(entries: Table) -> None:
 
 
 def choose(rows: int, weight: Tensor, device: torch.device) -> PrecisionRecipe | None:
-    """The recipe of a product, None for bf16: from the device, the widths and the bucket of the rows alone."""
+    """The recipe of a product, None for bf16: from the device, the widths and the bucket of the rows alone.
+
+    Args:
+        rows: Rows of the activations; the entry of the largest measured number of rows below decides.
+        weight: (..., outputs, inputs).
+        device: Where the product is.
+    """
     if not native_rows(device) or weight.dtype == torch.float32 and not torch.is_autocast_enabled(device.type):
         return None
     outs, width = weight.shape[-2:]
     measured = [size for size in ROWS if size <= rows and key(size, outs, width) in _table]
-    if measured:
-        name = _table[key(max(measured), outs, width)]
-    elif rows >= LEAST_ROWS and min(outs, width) >= LEAST_WIDTH and not _table:
-        name = "fp8_rowwise"
-    else:
-        name = "bf16"
-    return RECIPES.get(name)
+    return RECIPES.get(_table[key(max(measured), outs, width)]) if measured else None
 
 
 def measure(widths: Iterable[tuple[int, int]], device: torch.device, rows: Iterable[int] = ROWS) -> Table:

@@ -127,9 +127,7 @@ def test_auto_follows_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     assert dispatch.choose(65_536, weight, torch.device("cpu")) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     try:
-        assert dispatch.choose(65_536, weight, device) == RECIPES["fp8_rowwise"]
-        assert dispatch.choose(8_192, weight, device) is None
-        assert dispatch.choose(65_536, weight[:512], device) is None
+        assert dispatch.choose(65_536, weight, device) is None  # nothing measured
         dispatch.use({"16384x1024->2048": "bf16", "65536x1024->2048": "fp8_forward"})
         assert dispatch.choose(1_000_000, weight, device) == RECIPES["fp8_forward"]
         assert dispatch.choose(65_535, weight, device) is None
