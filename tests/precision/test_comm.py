@@ -1,4 +1,4 @@
-"""MXFP8 on the wire and in what autograd saves: one process, and two with gloo; weights gathered as MXFP8."""
+"""MXFP8 on the wire and in what autograd saves, FSDP2 with converted layers: one process, and two with gloo."""
 
 from pathlib import Path
 from typing import Any
@@ -107,6 +107,35 @@ def train(rank: int, low_gather: bool) -> tuple[list[torch.Tensor], list[str]]:
     return results, names
 
 
+def shard(recipe: str, convert_first: bool) -> dict[str, torch.Tensor]:
+    """Whole gradients of a model that was sharded before or after its conversion."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    net = make_net()
+    if convert_first:
+        convert(net, recipe)
+    fully_shard(net[0], mesh=mesh)  # a linear layer by itself, and the rest with the root
+    fully_shard(net, mesh=mesh)
+    if not convert_first:
+        convert(net, recipe)
+    # Both ranks have the same rows: the mean is the gradient.
+    net(rows()).square().sum().backward()
+    return {name: parameter.grad.full_tensor() for name, parameter in net.named_parameters()}
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(64, 64, generator=torch.Generator().manual_seed(1))
+
+
+def check_sharding(recipe: str, convert_first: bool) -> None:
+    sharded = shard(recipe, convert_first)
+    net = make_net()
+    convert(net, recipe)
+    net(rows()).square().sum().backward()
+    assert list(sharded) == [name for name, _ in net.named_parameters()]
+    for name, parameter in net.named_parameters():
+        torch.testing.assert_close(sharded[name], parameter.grad, rtol=1e-5, atol=1e-5)
+
+
 def work(rank: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     everything = [torch.randn(6, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
@@ -133,12 +162,15 @@ def work(rank: int, folder: str) -> None:
         whole = [torch.randn(6, w, generator=torch.Generator().manual_seed(7 + r)) for r, w in enumerate(widths)]
         pooled = whole[rank].clone().requires_grad_()
         out = alltoall_pooled(pooled, [2, 4], widths, codecs=codecs).wait()
-        rows = slice(0, 2) if rank == 0 else slice(2, 6)
-        assert torch.equal(out, torch.cat([low(w)[rows] for w in whole], 1))
+        own = slice(0, 2) if rank == 0 else slice(2, 6)
+        assert torch.equal(out, torch.cat([low(w)[own] for w in whole], 1))
         out.sum().backward()
         assert pooled.grad[0, 0] > 0
         assert torch.equal(pooled.grad, torch.full_like(pooled, pooled.grad[0, 0].item()))
 
+    check_sharding("mxfp8", False)
+    check_sharding("mxfp8_compact", True)
+    check_sharding("fp8_rowwise", False)
     plain, _ = train(rank, False)
     quantised, names = train(rank, True)
     assert names == ["0.weight", "2.weight"]  # the last has 16 rows a rank

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from torch import nn
 
 from lightning_gem.callbacks import QualityGuard, SensitivityProbe
 from lightning_gem.precision import MXFP8Precision
 from lightning_gem.precision.convert import Converted
 from lightning_gem.precision.gap import gap, paired_sums
-from lightning_gem.precision.recipes import PrecisionRecipe
 from tests.helpers import ToyData
 from tests.precision_helpers import make_module, make_trainer
 
@@ -57,23 +55,11 @@ def test_status_and_examples_needed() -> None:
 
 
 def test_interval_covers() -> None:
-    """95 % of the intervals hold the gap of a million examples; sums of halves are sums."""
+    """95 % of the intervals hold the gap of a million examples."""
     expected = gap(noisy(1_000_000, 0.3, 0.0, 12345)).ne
     found = [gap(noisy(2000, 0.3, 0.0, seed)) for seed in range(200)]
     covered = sum(item.low < expected < item.high for item in found)
     assert 180 <= covered <= 199
-    assert torch.equal(noisy(10, 0.1, 0.0, 0) * 2, noisy(10, 0.1, 0.0, 0) + noisy(10, 0.1, 0.0, 0))
-
-
-class Rough(MXFP8Precision):
-    """A recipe that costs a lot: a few wide scales, large numbers flushed."""
-
-    def convert_module(self, module: nn.Module) -> nn.Module:
-        converted = super().convert_module(module)
-        for child in converted.modules():
-            if isinstance(child, Converted):
-                child.precision_recipe = PrecisionRecipe("rough", fmt="e5m2", scale="floor")
-        return converted
 
 
 def fit(folder: Path, precision: MXFP8Precision, callbacks: list[Any], steps: int = 4) -> tuple[Any, Any]:
@@ -98,7 +84,7 @@ def test_callback(tmp_path: Path) -> None:
     assert all(m.precision_enabled for m in module.modules() if isinstance(m, Converted))
 
 
-@pytest.mark.parametrize("action", ["stop", "demote", "log"])
+@pytest.mark.parametrize("action", ["stop", "demote"])
 def test_actions(tmp_path: Path, action: Any) -> None:
     guard, probe = QualityGuard(tolerance=1e-9, action=action, demote_layers=2), SensitivityProbe(1, demote=False)
     seed_everything(0)
@@ -109,16 +95,14 @@ def test_actions(tmp_path: Path, action: Any) -> None:
         guard._act(trainer, module, ["click"])
 
     guard.on_validation_epoch_end = failing  # type: ignore[method-assign]
-    trainer, module = fit(tmp_path, Rough(), [guard, probe])
+    trainer, module = fit(tmp_path, MXFP8Precision(), [guard, probe])
     disabled = [n for n, m in module.named_modules() if isinstance(m, Converted) and not m.precision_enabled]
     if action == "stop":
         assert trainer.should_stop
         assert trainer.global_step == 2
-    elif action == "demote":
+    else:
         assert disabled
         assert set(disabled) == set(probe.demoted)
-    else:
-        assert not disabled
 
 
 def test_errors() -> None:
