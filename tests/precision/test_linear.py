@@ -25,9 +25,20 @@ from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
 HYBRID = PrecisionRecipe("hybrid", grad_fmt="e5m2")
 PRECISE = PrecisionRecipe("precise", high_precision_weight_gradient=True)
 COMPACT_PRECISE = PrecisionRecipe("compact_precise", compact=True, high_precision_weight_gradient=True)
-MX = [*(recipe for recipe in RECIPES.values() if recipe.kind == "mx"), HYBRID, PRECISE, COMPACT_PRECISE]
-QUANTISED = [*(recipe for recipe in RECIPES.values() if recipe.kind != "auto"), HYBRID, PRECISE, COMPACT_PRECISE]
+MX = [
+    *(recipe for recipe in RECIPES.values() if recipe.kind == "mx" and recipe.scale == "rceil"),
+    HYBRID,
+    PRECISE,
+    COMPACT_PRECISE,
+]
+QUANTISED = [
+    *(recipe for recipe in RECIPES.values() if recipe.kind != "auto" and recipe.scale == "rceil"),
+    HYBRID,
+    PRECISE,
+    COMPACT_PRECISE,
+]
 ALL = [*RECIPES.values(), HYBRID, PRECISE, COMPACT_PRECISE]
+SOME = [RECIPES[name] for name in ("mxfp8", "fp8_rowwise")]
 ROW_BY_ROW = [recipe for recipe in QUANTISED if recipe.kind != "tensor"]
 
 
@@ -216,7 +227,7 @@ def test_autocast(recipe: PrecisionRecipe) -> None:
     assert x.grad.dtype == weight.grad.dtype == bias.grad.dtype == torch.float32
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+@pytest.mark.parametrize("recipe", SOME, ids=name)
 def test_compiled(recipe: PrecisionRecipe) -> None:
     x, weight, bias = leaf(40, 64), leaf(32, 64, seed=1), leaf(32, seed=2)
     grad = torch.randn(40, 32)
@@ -240,7 +251,7 @@ def test_compiled_once_for_any_number_of_rows() -> None:
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+@pytest.mark.parametrize("recipe", SOME, ids=name)
 def test_activation_checkpointing(recipe: PrecisionRecipe) -> None:
     x, weight = leaf(40, 64), leaf(64, 64, seed=1)
     block = lambda t: low_precision_linear(F.silu(low_precision_linear(t, weight, None, recipe)), weight, None, recipe)  # noqa: E731
@@ -249,7 +260,7 @@ def test_activation_checkpointing(recipe: PrecisionRecipe) -> None:
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=name)
+@pytest.mark.parametrize("recipe", SOME, ids=name)
 def test_flops(recipe: PrecisionRecipe) -> None:
     x, weight = leaf(40, 64), leaf(32, 64, seed=1)
     with FlopCounterMode(display=False) as counter:
@@ -348,7 +359,7 @@ def test_errors(call: Any, error: type[Exception], message: str) -> None:
 def test_learns() -> None:
     """A small regression in MXFP8 ends where float32 ends, up to the noise of the format."""
     losses = {}
-    for recipe in (None, *RECIPES):
+    for recipe in (None, *SOME):
         torch.manual_seed(0)
         x = torch.randn(512, 32)
         target = torch.tanh(x @ torch.randn(32, 8) / 6)
@@ -364,5 +375,5 @@ def test_learns() -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-        losses[recipe] = loss.item()
+        losses[recipe and recipe.name] = loss.item()
     assert all(loss < 0.02 for loss in losses.values()), losses
