@@ -63,6 +63,13 @@ def test_native_on_demand(tmp_path: Path) -> None:
         trainer.fit(make_module(data), data)
 
 
+def test_nothing_to_gather_is_an_error(tmp_path: Path) -> None:
+    data = ToyData()
+    trainer = make_trainer(tmp_path, MXFP8Precision("mxfp8_compact", low_precision_all_gather=True))
+    with pytest.raises(ValueError, match="shard the model with FSDP2"):
+        trainer.fit(make_module(data), data)
+
+
 def test_resume_across_recipes(tmp_path: Path) -> None:
     data, path = ToyData(), tmp_path / "two.ckpt"
     module = make_module(data)
