@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_gem.kernels.custom_op import custom_op, register_fake
 from lightning_gem.kernels.launch import runs_triton
 from lightning_gem.precision import scaled
 from lightning_gem.precision.mx import FORMATS, Format
@@ -103,7 +104,7 @@ def _unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("lightning_gem::fp8_rows", mutates_args=())
+@custom_op("fp8_rows")
 def _rows(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, activation: str, fmt: str
 ) -> tuple[Tensor, Tensor]:
@@ -117,14 +118,14 @@ def _rows(
     return triton_rows.quantize(_unit_stride(x), weight, bias, norm or None, eps, activation, fmt)  # type: ignore[arg-type]
 
 
-@_rows.register_fake
+@register_fake(_rows)
 def _(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, norm: str, eps: float, activation: str, fmt: str
 ) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=FORMATS[fmt].dtype), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.custom_op("lightning_gem::fp8_rows_both", mutates_args=())
+@custom_op("fp8_rows_both")
 def _rows_both(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_triton(x):
         rows = scaled.quantize_rows(x, fmt)  # type: ignore[arg-type]
@@ -134,14 +135,14 @@ def _rows_both(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     return triton_rows.quantize_both(_unit_stride(x), fmt)  # type: ignore[arg-type]
 
 
-@_rows_both.register_fake
+@register_fake(_rows_both)
 def _(x: Tensor, fmt: str) -> tuple[Tensor, Tensor, Tensor]:
     codes = x.new_empty(x.shape, dtype=FORMATS[fmt].dtype)
     transposed = x.new_empty((x.shape[1], (x.shape[0] + 15) // 16 * 16), dtype=FORMATS[fmt].dtype)
     return codes, x.new_empty((x.shape[0], 1), dtype=torch.float32), transposed
 
 
-@torch.library.custom_op("lightning_gem::fp8_shift_transposed", mutates_args=())
+@custom_op("fp8_shift_transposed")
 def _shift_transposed(codes: Tensor, ratio: Tensor, fmt: str) -> Tensor:
     if not (codes.is_cuda or runs_triton(ratio)):
         return _transposed((codes.to(torch.float32) * ratio).to(codes.dtype))
@@ -150,7 +151,7 @@ def _shift_transposed(codes: Tensor, ratio: Tensor, fmt: str) -> Tensor:
     return triton_rows.shift_transposed(codes, ratio, fmt)  # type: ignore[arg-type]
 
 
-@_shift_transposed.register_fake
+@register_fake(_shift_transposed)
 def _(codes: Tensor, ratio: Tensor, fmt: str) -> Tensor:
     return codes.new_empty((codes.shape[1], (codes.shape[0] + 15) // 16 * 16))
 
