@@ -97,7 +97,7 @@ def _store_words(transposed, words, word, column, dim, words_per_column):
     tl.store(transposed + at, tl.trans(words), (column < dim)[:, None] & (word < words_per_column)[None, :])
 
 
-@triton.jit(do_not_specialize=["rows", "words_per_column"])
+@triton.jit(do_not_specialize=["rows"])
 def rows_both_kernel(
     x,
     codes,
@@ -163,7 +163,7 @@ def _shifted(
     return tl.where(inside[:, None], out.to(tl.int32), 0)
 
 
-@triton.jit(do_not_specialize=["rows", "words_per_column"])
+@triton.jit(do_not_specialize=["rows"])
 def shift_transposed_kernel(
     codes,
     ratio,
