@@ -39,7 +39,7 @@ from lightning_gem.precision.gap import gap, paired_sums
 
 ROOT = Path(__file__).parents[1]
 EVERYTHING = ("",)
-DEFAULT, BLANKET = ScopeRule(), ScopeRule(include=EVERYTHING, pad=True)
+DEFAULT, BLANKET = ScopeRule(pad=True), ScopeRule(include=EVERYTHING, pad=True)
 # Name: recipe, scope, whether a probe takes layers back.
 RECIPES: dict[str, tuple[str, ScopeRule, bool]] = {
     "fp32": ("", DEFAULT, False),
