@@ -2,6 +2,7 @@
 
 from lightning_gem.callbacks.checkpoint import ResumableCheckpoint
 from lightning_gem.callbacks.efficiency import EfficiencyMonitor
+from lightning_gem.callbacks.guard import QualityGuard
 from lightning_gem.callbacks.local_mfu import LocalMFUProfiler
 from lightning_gem.callbacks.predictions import PredictionWriter
 from lightning_gem.callbacks.quality import QualityTable
@@ -11,6 +12,7 @@ __all__ = [
     "EfficiencyMonitor",
     "LocalMFUProfiler",
     "PredictionWriter",
+    "QualityGuard",
     "QualityTable",
     "ResumableCheckpoint",
     "SensitivityProbe",

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lightning_gem.precision import MXFP8Precision
-from lightning_gem.precision.convert import Converted
+from lightning_gem.precision.convert import Converted, ConvertedAttention
 from lightning_gem.precision.recipes import PrecisionRecipe
 from lightning_gem.precision.statistics import operand_statistics, product_statistics
 
@@ -140,9 +140,9 @@ class SensitivityProbe(Callback):
         x = x.detach().reshape(*weight.shape[:-2], -1, x.shape[-1])
         step = -(-x.shape[-2] // self.rows)
         sample, fixed, seen = x[..., ::step, :], weight.detach().to(x.dtype), self._observed[name]
-        seen["x"].append(operand_statistics(sample, -1, recipe.fmt, recipe.scale))
-        seen["weight"].append(operand_statistics(fixed, -1, recipe.fmt, recipe.scale))
-        seen["out_db"].append(product_statistics(sample, -1, fixed, -1, recipe.fmt, recipe.fmt))
+        seen["x"].append(operand_statistics(sample, -1, recipe.fmt, recipe.scale, recipe.kind))
+        seen["weight"].append(operand_statistics(fixed, -1, recipe.fmt, recipe.scale, recipe.kind))
+        seen["out_db"].append(product_statistics(sample, -1, fixed, -1, recipe.fmt, recipe.fmt, recipe.kind))
         if out.requires_grad:
             out.register_hook(partial(self._observe_gradient, name, recipe, sample, fixed, step))
 
@@ -154,9 +154,9 @@ class SensitivityProbe(Callback):
             return
         grad = grad.detach().reshape(*weight.shape[:-2], -1, grad.shape[-1])[..., ::step, :]
         seen = self._observed[name]
-        seen["grad"].append(operand_statistics(grad, -1, recipe.grad_fmt, recipe.scale))
-        seen["grad_x_db"].append(product_statistics(grad, -1, weight, -2, recipe.grad_fmt, recipe.fmt))
-        seen["grad_weight_db"].append(product_statistics(grad, -2, x, -2, recipe.grad_fmt, recipe.fmt))
+        seen["grad"].append(operand_statistics(grad, -1, recipe.grad_fmt, recipe.scale, recipe.kind))
+        seen["grad_x_db"].append(product_statistics(grad, -1, weight, -2, recipe.grad_fmt, recipe.fmt, recipe.kind))
+        seen["grad_weight_db"].append(product_statistics(grad, -2, x, -2, recipe.grad_fmt, recipe.fmt, recipe.kind))
 
     def _row(self, name: str, device: torch.device) -> Tensor:
         """Means of what was observed, NaN where nothing was."""
@@ -182,4 +182,8 @@ class SensitivityProbe(Callback):
 
 
 def _converted(module: LightningModule) -> dict[str, Any]:
-    return {name: child for name, child in module.named_modules() if isinstance(child, Converted)}
+    return {
+        name: child
+        for name, child in module.named_modules()
+        if isinstance(child, Converted) and not isinstance(child, ConvertedAttention)
+    }

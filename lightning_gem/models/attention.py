@@ -19,6 +19,9 @@ class SelfAttention(nn.Module):
         rotate_values: Rotate the values too.
     """
 
+    # Whether block attention's kernel may rotate: score operands are taken as they are.
+    rotates_in_kernel = True
+
     def __init__(
         self,
         width: int,
@@ -38,7 +41,7 @@ class SelfAttention(nn.Module):
     def forward(self, tokens: Tensor, cu_seqlens: Tensor, max_seqlen: int, angles: tuple[Tensor, Tensor]) -> Tensor:
         """Updates packed tokens ``(N, width)``."""
         projected = self.query_key_value(rms_norm(tokens)).unflatten(-1, (3 * self.num_heads, -1))
-        if self.attention == "block":
+        if self.attention == "block" and self.rotates_in_kernel:
             query, key, value = projected.chunk(3, dim=1)
             out = block_attention(
                 query,
@@ -55,8 +58,16 @@ class SelfAttention(nn.Module):
             rotated = rotary(projected[:, :num_rotated], *angles)
             query, key = rotated[:, : 2 * self.num_heads].chunk(2, dim=1)
             value = (rotated if self.rotate_values else projected)[:, 2 * self.num_heads :]
+            query, key = self.score_operands(query, key)
             reach = (self.window, self.window) if self.attention == "window" else (-1, -1)
-            out = jagged_flash_attention(
-                query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=reach
-            )
+            if self.attention == "block":
+                out = block_attention(query, key, value, cu_seqlens, max_seqlen, block_size=self.window)
+            else:
+                out = jagged_flash_attention(
+                    query, key, value, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, window_size=reach
+                )
         return tokens + self.out(out.flatten(-2))
+
+    def score_operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """What the scores are computed from; a precision recipe replaces it."""
+        return query, key

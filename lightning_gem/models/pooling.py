@@ -36,8 +36,13 @@ class SeedPooling(nn.Module):
         query = self.query(rms_norm(self.seeds)).unflatten(-1, (self.num_heads, -1))
         key_value = self.key_value(rms_norm(tokens)).unflatten(-1, (2 * self.num_heads, -1))
         key, value = key_value.chunk(2, dim=1)
-        pooled = pma_attention(query, rotary(key, *angles), value, cu_seqlens, max_seqlen)
+        query, key = self.score_operands(query, rotary(key, *angles))
+        pooled = pma_attention(query, key, value, cu_seqlens, max_seqlen)
         return self.out(pooled.flatten(-2))
+
+    def score_operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """What the scores are computed from; a precision recipe replaces it."""
+        return query, key
 
 
 class KroneckerCompression(nn.Module):

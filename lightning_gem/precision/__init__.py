@@ -3,8 +3,14 @@
 from importlib import import_module
 from typing import Any
 
-from lightning_gem.precision.convert import ScopeRule, convert, high_precision, unconvert
-from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_grouped_linear, mxfp8_linear
+from lightning_gem.precision.activations import compressed_activations
+from lightning_gem.precision.attention import mx_fake_quantize, with_low_precision_scores
+from lightning_gem.precision.convert import ScopeRule, convert, convert_attention, high_precision, unconvert
+from lightning_gem.precision.linear import (
+    low_precision_batched_linear,
+    low_precision_grouped_linear,
+    low_precision_linear,
+)
 from lightning_gem.precision.mx import (
     MXBlocks,
     hadamard_matrix,
@@ -16,6 +22,7 @@ from lightning_gem.precision.mx import (
     mx_to_blocked,
     random_hadamard,
 )
+from lightning_gem.precision.norm_linear import low_precision_norm_linear
 from lightning_gem.precision.recipes import RECIPES, PrecisionRecipe, get_recipe
 
 __all__ = [
@@ -24,21 +31,26 @@ __all__ = [
     "MXFP8Precision",
     "PrecisionRecipe",
     "ScopeRule",
+    "compressed_activations",
     "convert",
+    "convert_attention",
     "get_recipe",
     "hadamard_matrix",
     "high_precision",
+    "low_precision_batched_linear",
+    "low_precision_grouped_linear",
+    "low_precision_linear",
+    "low_precision_norm_linear",
     "mx_dequantize",
+    "mx_fake_quantize",
     "mx_from_blocked",
     "mx_quantize",
     "mx_quantize_2d",
     "mx_requantize",
     "mx_to_blocked",
-    "mxfp8_batched_linear",
-    "mxfp8_grouped_linear",
-    "mxfp8_linear",
     "random_hadamard",
     "unconvert",
+    "with_low_precision_scores",
 ]
 
 

@@ -5,7 +5,8 @@ DDP, FSDP2 and optimizers have seen the model. What is converted:
 
 - ``torch.nn.Linear``, and subclasses that keep its ``forward``;
 - modules that multiply one matrix per expert through a method ``batched_product(x, weight)`` of ``(E, M, K)`` and ``(E,
-  K, N)``, and list those matrices in ``batched_weights()``.
+  K, N)``, and list those matrices in ``batched_weights()``;
+- on demand, attention whose queries and keys pass through a method ``score_operands(query, key)``.
 """
 
 import re
@@ -16,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_gem.precision.linear import mxfp8_batched_linear, mxfp8_linear
+from lightning_gem.precision.attention import mx_fake_quantize
+from lightning_gem.precision.linear import low_precision_batched_linear, low_precision_linear
 from lightning_gem.precision.mx import BLOCK
 from lightning_gem.precision.recipes import PrecisionRecipe, get_recipe
 
@@ -93,7 +95,7 @@ class ConvertedLinear(Converted):
         """As ``torch.nn.Linear``."""
         if not self.precision_enabled:
             return super().forward(input)  # type: ignore[misc]
-        out = mxfp8_linear(input, self.weight, self.bias, self.precision_recipe)
+        out = low_precision_linear(input, self.weight, self.bias, self.precision_recipe)
         if self.precision_probe is not None:
             self.precision_probe(input, self.weight, out)
         return out
@@ -106,16 +108,31 @@ class ConvertedExperts(Converted):
         """``(E, M, K)`` times ``(E, K, N)``."""
         if not self.precision_enabled:
             return super().batched_product(x, weight)  # type: ignore[misc]
-        out = mxfp8_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
+        out = low_precision_batched_linear(x, weight.transpose(1, 2), self.precision_recipe)
         if self.precision_probe is not None:
             self.precision_probe(x, weight.transpose(1, 2), out)
         return out
 
 
+class ConvertedAttention(Converted):
+    """Attention whose scores are of queries and keys in MXFP8."""
+
+    # A rotation comes before the quantisation, so not in the kernel.
+    rotates_in_kernel = False
+
+    def score_operands(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Both in blocks of 32 along the head's dimension."""
+        if not self.precision_enabled:
+            return query, key
+        return mx_fake_quantize(query), mx_fake_quantize(key)
+
+
 def converted_class(original: type[nn.Module]) -> type[nn.Module]:
     """The converted class of a class: one per class, so that copies of a module have the same."""
     if original not in _generated:
-        mixin = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
+        mixin: type[Converted] = ConvertedLinear if issubclass(original, nn.Linear) else ConvertedExperts
+        if hasattr(original, "score_operands"):
+            mixin = ConvertedAttention
         attributes = {"original_class": original, "__module__": __name__, "__doc__": mixin.__doc__}
         _generated[original] = type(f"MX{original.__name__}", (mixin, original), attributes)
     return _generated[original]
@@ -153,6 +170,54 @@ def convert(model: nn.Module, recipe: str | PrecisionRecipe = "mxfp8", scope: Sc
         module.precision_recipe = chosen  # type: ignore[assignment]
         module.precision_enabled = True  # type: ignore[assignment]
     return names
+
+
+def convert_attention(
+    model: nn.Module, recipe: str | PrecisionRecipe = "mxfp8", scope: ScopeRule | None = None
+) -> list[str]:
+    """Quantises queries and keys of attention, in place; its other products and its softmax stay.
+
+    Args:
+        model: Any module, after :func:`convert`.
+        recipe: A recipe or its name, for messages.
+        scope: ``exclude`` and ``exclude_types`` leave modules out, and so do the last layers.
+
+    Returns:
+        The names of the converted modules.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    rule, chosen = scope or ScopeRule(), get_recipe(recipe)
+    kept = _last_layers(model, rule)
+    names = [
+        name
+        for name, module in model.named_modules()
+        if hasattr(type(module), "score_operands")
+        and not isinstance(module, Converted)
+        and not _matches(name, rule.exclude)
+        and not _classes_around(model, name) & set(rule.exclude_types)
+        and not name.startswith(kept)
+    ]
+    if not names:
+        raise ValueError(f"{type(model).__name__} has no attention in scope: leave attention in bf16")
+    for name in names:
+        module = model.get_submodule(name)
+        module.__class__ = converted_class(type(module))
+        module.precision_recipe, module.precision_enabled = chosen, True  # type: ignore[assignment]
+    return names
+
+
+def matrices(model: nn.Module) -> list[tuple[int, int]]:
+    """Outputs and inputs of the converted matrices."""
+    found: list[tuple[int, int]] = []
+    for module in model.modules():
+        if isinstance(module, ConvertedLinear):
+            found.append((module.weight.shape[0], module.weight.shape[1]))
+        elif isinstance(module, ConvertedExperts):
+            weights: list[Tensor] = module.batched_weights()  # type: ignore[operator]
+            found += [(weight.shape[-1], weight.shape[-2]) for weight in weights]
+    return found
 
 
 def unconvert(model: nn.Module) -> None:

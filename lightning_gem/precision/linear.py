@@ -1,4 +1,4 @@
-"""Linear layers whose three GEMMs run in MXFP8, with gradients.
+"""Linear layers whose three GEMMs run in low precision, with gradients; those of MXFP8 themselves.
 
 Every operand is blocked along the axis that its GEMM contracts: activations and weights along the input features in the
 forward pass, gradients and weights along the output features for the gradient of the activations, gradients and
@@ -15,20 +15,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from lightning_gem.precision import dispatch
 from lightning_gem.precision.matmul import Backend, choose_backend, mx_matmul
 from lightning_gem.precision.mx import MXBlocks, mx_dequantize, mx_quantize, mx_quantize_2d, mx_requantize
 from lightning_gem.precision.recipes import PrecisionRecipe, get_recipe
+from lightning_gem.precision.scaled_linear import scaled_product
 
 
-def mxfp8_linear(
+def low_precision_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
     recipe: str | PrecisionRecipe = "mxfp8",
     backend: Backend = "auto",
 ) -> Tensor:
-    """``x W^T + b`` with operands in MXFP8; like ``torch.nn.functional.linear`` otherwise.
+    """``x W^T + b`` with operands in the recipe's format; like ``torch.nn.functional.linear`` otherwise.
 
     Args:
         x: (..., K) bfloat16, float16 or float32. No rows are legal; NaN or Inf in a row makes that row of
@@ -52,22 +55,22 @@ def mxfp8_linear(
     return _product(rows, weight, bias, recipe, backend).reshape(*x.shape[:-1], len(weight))
 
 
-def mxfp8_batched_linear(
+def low_precision_batched_linear(
     x: Tensor, weight: Tensor, recipe: str | PrecisionRecipe = "mxfp8", backend: Backend = "auto"
 ) -> Tensor:
-    """``x_e W_e^T`` of every expert, with operands in MXFP8.
+    """``x_e W_e^T`` of every expert, with operands in the recipe's format.
 
     Args:
-        x: (E, M, K), as in :func:`mxfp8_linear`.
+        x: (E, M, K), as in :func:`low_precision_linear`.
         weight: (E, N, K).
         recipe: A recipe or its name.
-        backend: As in :func:`mxfp8_linear`.
+        backend: As in :func:`low_precision_linear`.
 
     Returns:
         (E, M, N).
 
     Raises:
-        ValueError: As :func:`mxfp8_linear`.
+        ValueError: As :func:`low_precision_linear`.
     """
     if weight.ndim != 3 or x.ndim != 3 or x.shape[::2] != weight.shape[::2]:
         raise ValueError(
@@ -76,7 +79,7 @@ def mxfp8_batched_linear(
     return _product(x, weight, None, recipe, backend)
 
 
-def mxfp8_grouped_linear(
+def low_precision_grouped_linear(
     x: Tensor,
     weight: Tensor,
     sizes: Sequence[int],
@@ -90,20 +93,20 @@ def mxfp8_grouped_linear(
         weight: (E, N, K).
         sizes: Rows of every expert; 0 is legal and gives its weight the gradient 0.
         recipe: A recipe or its name.
-        backend: As in :func:`mxfp8_linear`.
+        backend: As in :func:`low_precision_linear`.
 
     Returns:
         (M, N).
 
     Raises:
-        ValueError: If the sizes are not one per expert with the sum M, and as :func:`mxfp8_linear`.
+        ValueError: If the sizes are not one per expert with the sum M, and as :func:`low_precision_linear`.
     """
     if len(sizes) != len(weight) or sum(sizes) != len(x) or min(sizes, default=0) < 0:
         raise ValueError(
             f"sizes must be {len(weight)} numbers of rows with the sum {len(x)}, got {list(sizes)}: one per expert"
         )
     parts = [
-        mxfp8_linear(rows, matrix, None, recipe, backend)
+        low_precision_linear(rows, matrix, None, recipe, backend)
         for rows, matrix in zip(x.split(list(sizes)), weight, strict=True)
     ]
     return torch.cat(parts)
@@ -114,9 +117,26 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str | Preci
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    out_dtype = x.dtype if bias is None else torch.float32
-    out = _Linear.apply(x, weight, chosen, choose_backend(x.device, backend), out_dtype)
+    if chosen.kind == "auto":
+        dispatched = dispatch.choose(x.shape[-2], weight, x.device)
+        if dispatched is None:
+            return _high_precision(x, weight, bias)
+        chosen = dispatched
+    on = choose_backend(x.device, backend, chosen.kind)
+    # Row-scaled GEMMs of Hopper write bfloat16 only.
+    out_dtype = x.dtype if bias is None or (on == "native" and chosen.kind != "mx") else torch.float32
+    if chosen.kind == "mx":
+        out = _Linear.apply(x, weight, chosen, on, out_dtype)
+    else:
+        out = scaled_product(x, weight, chosen, on, out_dtype)
     return out if bias is None else (out + bias.to(torch.float32)).to(x.dtype)
+
+
+def _high_precision(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    if weight.ndim == 2:
+        return functional.linear(x, weight.to(x.dtype), bias)
+    return torch.matmul(x, weight.to(x.dtype).mT)
 
 
 class _Linear(torch.autograd.Function):

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_gem.precision.mx import FORMATS, MXBlocks, mx_dequantize, mx_to_blocked
+from lightning_gem.precision.recipes import Kind
 
 Backend = Literal["auto", "native", "emulated"]
 
@@ -16,12 +17,18 @@ def native_mx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
 
 
-def choose_backend(device: torch.device, backend: Backend = "auto") -> Literal["native", "emulated"]:
+def native_rows(device: torch.device) -> bool:
+    """Whether the device multiplies FP8 with a scale per row: NVIDIA's sm_90. Others can, unchecked."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def choose_backend(device: torch.device, backend: Backend = "auto", kind: Kind = "mx") -> Literal["native", "emulated"]:
     """What computes on a device, from its capability alone.
 
     Args:
         device: Where the tensors are.
         backend: ``auto``, or what is demanded.
+        kind: Of the recipe; ``block`` and ``tensor`` are emulated everywhere.
 
     Raises:
         ValueError: If ``native`` is demanded from a device without it, or for another name.
@@ -30,9 +37,16 @@ def choose_backend(device: torch.device, backend: Backend = "auto") -> Literal["
         raise ValueError(f"backend {backend!r} is unknown: use one of {', '.join(get_args(Backend))}")
     if backend == "emulated":
         return "emulated"
-    if native_mx(device):
+    if (kind == "mx" and native_mx(device)) or (kind == "row" and native_rows(device)):
         return "native"
     if backend == "native":
+        if kind == "row":
+            raise ValueError(
+                f"native FP8 with a scale per row needs a GPU of compute capability 9.0 (Hopper), the tensors are on "
+                f"{device}: use backend='auto', which emulates it exactly"
+            )
+        if kind != "mx":
+            raise ValueError(f"FP8 with a scale per {kind} is emulated on every device: use backend='auto'")
         raise ValueError(
             f"native MXFP8 needs a GPU of compute capability 10 (Blackwell), the tensors are on {device}: "
             "use backend='auto', which emulates it exactly"

@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_gem.cli import main
-from lightning_gem.precision import MXFP8Precision, plugin
+from lightning_gem.precision import MXFP8Precision, dispatch, high_precision, plugin, unconvert
 from lightning_gem.precision.convert import Converted
 from tests.helpers import ToyData
 from tests.precision_helpers import make_module, make_trainer
@@ -60,6 +61,13 @@ def test_native_on_demand(tmp_path: Path) -> None:
     data = ToyData()
     trainer = make_trainer(tmp_path, MXFP8Precision(require_native=True))
     with pytest.raises(ValueError, match=r"needs a GPU.*network\.\S+ is on cpu: set require_native"):
+        trainer.fit(make_module(data), data)
+
+
+def test_nothing_to_gather_is_an_error(tmp_path: Path) -> None:
+    data = ToyData()
+    trainer = make_trainer(tmp_path, MXFP8Precision("mxfp8_compact", low_precision_all_gather=True))
+    with pytest.raises(ValueError, match="shard the model with FSDP2"):
         trainer.fit(make_module(data), data)
 
 
@@ -112,8 +120,59 @@ def test_arguments_reach_the_scope() -> None:
     assert (scope.keep_last_layers, scope.layers, scope.pad) == (1, "blocks", True)
     assert precision.recipe.compact
     assert precision.recipe.high_precision_weight_gradient
-    with pytest.raises(NotImplementedError, match="auto"):
-        MXFP8Precision("auto")
+    with pytest.raises(ValueError, match="'fp8' is unknown"):
+        MXFP8Precision("fp8")
+    with pytest.raises(ValueError, match="'bf16' or 'mxfp8'"):
+        MXFP8Precision(attention="fp4")  # type: ignore[arg-type]
+
+
+def test_auto_measures_once_and_resumes_with_its_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is faster on a CPU: bf16, to the bit; a table of a checkpoint is taken as it is."""
+    calls: list[Any] = []
+
+    def measure(widths: Any, device: torch.device) -> dispatch.Table:
+        calls.append(sorted(set(widths)))
+        return {"16384x32->32": "bf16"}
+
+    monkeypatch.setattr(dispatch, "measure", measure)
+    states = {}
+    for name, precision in (("bf16", MixedPrecision("bf16-mixed", "cpu")), ("auto", MXFP8Precision("auto"))):
+        seed_everything(0)
+        data = ToyData()
+        module = make_module(data)
+        trainer = make_trainer(tmp_path, precision)
+        trainer.fit(module, data)
+        states[name] = module.state_dict()
+        trainer.save_checkpoint(tmp_path / f"{name}.ckpt")
+    assert all(torch.equal(value, states["auto"][name]) for name, value in states["bf16"].items())
+    assert len(calls) == 1
+    assert (32, 32) in calls[0]
+    saved = torch.load(tmp_path / "auto.ckpt", weights_only=True)["MXFP8Precision"]
+    assert saved["table"] == {"16384x32->32": "bf16"} == dispatch.table()
+    dispatch.use({})
+    trainer = make_trainer(tmp_path, MXFP8Precision("auto"), max_steps=3)
+    trainer.fit(make_module(data), data, ckpt_path=tmp_path / "auto.ckpt", weights_only=True)
+    assert dispatch.table() == saved["table"]
+    assert len(calls) == 1
+    dispatch.use({})
+
+
+def test_low_precision_scores(tmp_path: Path) -> None:
+    seed_everything(0)
+    data = ToyData()
+    module, precision = make_module(data), MXFP8Precision("fp8_rowwise", attention="mxfp8")
+    trainer = make_trainer(tmp_path, precision)
+    trainer.fit(module, data)
+    assert math.isfinite(trainer.callback_metrics["train/loss"])
+    attention = [name for name in precision.converted if type(module.get_submodule(name)).__name__ == "MXSeedPooling"]
+    assert attention
+    batch = next(iter(data.train_dataloader()))
+    low = module(batch)
+    with high_precision(module):
+        high = module(batch)
+    assert not torch.equal(low, high)
+    unconvert(module)
+    assert torch.equal(module(batch), high)
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,11 @@ def test_operand_statistics() -> None:
     assert operand_statistics(torch.zeros(2, 32), 0).tolist() == [120.0, 0.0, 0.0]
     back = mx_dequantize(mx_quantize(x, 0))
     assert operand_statistics(x, 0)[0] == signal_to_noise(x, back)
+    for kind in ("row", "block", "tensor"):
+        decibels, flushed, saturated = operand_statistics(x, 0, kind=kind).tolist()
+        assert decibels == pytest.approx(31.5, abs=0.2)
+        assert flushed < 2e-3
+        assert saturated == 0
     y = torch.randn(64, 256, generator=torch.Generator().manual_seed(1))
     assert product_statistics(x, -1, y, -1, "e4m3", "e4m3").item() == pytest.approx(28.5, abs=0.2)
 

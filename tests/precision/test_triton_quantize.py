@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 def test_in_the_interpreter() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "interpreted.py", "-x", "-p", "no:cacheprovider"],
+        [sys.executable, "-m", "pytest", "interpreted.py", "interpreted_rows.py", "-x", "-p", "no:cacheprovider"],
         env=os.environ | {"TRITON_INTERPRET": "1"},
         cwd=Path(__file__).parent,
         capture_output=True,
