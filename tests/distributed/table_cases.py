@@ -1,4 +1,4 @@
-"""What the ranks do in test_tables.py."""
+"""What the ranks do in test_sharded_tables.py."""
 
 import os
 from collections.abc import Callable

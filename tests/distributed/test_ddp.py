@@ -28,11 +28,15 @@ class OrderedToyData(ToyData):
         source.rows = source.rows.take(np.array(self.order))
 
 
-class SaveAtEnd(Callback):
-    """Saves in the processes that trained: the parent of those has no network."""
+class SeedAndSave(Callback):
+    """Seeds and saves in the processes that train: the parent has no network, and may have another environment."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Seeds, before the network is built."""
+        seed_everything(0)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Saves."""
@@ -41,7 +45,6 @@ class SaveAtEnd(Callback):
 
 def train(folder: Path, order: list[int], batch_size: int, devices: int) -> dict[str, torch.Tensor]:
     """Weights after two steps."""
-    seed_everything(0)
     data = OrderedToyData(order, batch_size)
     module = GEMModule(
         data.schema,
@@ -55,7 +58,7 @@ def train(folder: Path, order: list[int], batch_size: int, devices: int) -> dict
         devices=devices,
         strategy=DDPStrategy(start_method="forkserver") if devices > 1 else "auto",
         max_epochs=1,
-        callbacks=[SaveAtEnd(folder / "end.ckpt")],
+        callbacks=[SeedAndSave(folder / "end.ckpt")],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
