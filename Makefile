@@ -2,8 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 CONFIG ?= configs/tiny.yaml
-# One more than there are cores: tests of several ranks wait a lot.
-JOBS ?= $(shell $(PYTHON) -c 'import os; print((os.cpu_count() or 1) + 1)')
+JOBS ?= auto
 RUN := $(VENV)/bin
 # A machine with an NVIDIA driver gets FBGEMM's CUDA build, which cannot be imported without one.
 PLATFORM ?= $(if $(wildcard /proc/driver/nvidia/version),cuda,cpu)

@@ -14,7 +14,7 @@ multiprocessing.set_forkserver_preload(["lightning_gem.cli", "torchrec.distribut
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keeps the tests of a file in tests/distributed in one process, since they share groups of ranks."""
+    """Keeps tests/distributed in one process: they share groups of ranks, and more ranks at once would only wait."""
     for item in items:
         if "distributed" in Path(item.path).parts:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+            item.add_marker(pytest.mark.xdist_group("distributed"))
