@@ -104,14 +104,12 @@ class EfficiencyMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Ends the step, and logs where a log is due."""
-        work = self._work
+        work, counted = self._work, False
         if work is None:
             flops, counted = self.counter.stop()
             work = StepWork(samples=_batch_size(batch), flops=flops)
-            if counted:
-                self._window.left_out += time.perf_counter() - self._began
-            else:
-                self._window.works.append(work)
+        if counted:
+            self._window.left_out += time.perf_counter() - self._began
         else:
             self._window.works.append(work)
         stepped, self._step = trainer.global_step > self._step, trainer.global_step  # not while gradients accumulate
@@ -174,10 +172,10 @@ class EfficiencyMonitor(Callback):
         if memory:
             metrics["peak_memory_gb"] = most_memory
         if self.peak is not None:
-            available = self.peak.bf16 * 1e12 * len(ranks) * slowest
-            metrics |= {"peak_tflops": self.peak.bf16, "mfu": float(by_step.sum()) / available}
+            mfu = self.peak.mfu(float(by_step.sum()), slowest, len(ranks))
+            metrics |= {"peak_tflops": self.peak.bf16, "mfu": mfu}
             if strict_flops == strict_flops:
-                metrics["mfu_strict"] = strict_flops / available
+                metrics["mfu_strict"] = self.peak.mfu(strict_flops, slowest, len(ranks))
         self.latest = metrics
         for name, value in metrics.items():
             shown = name in ("samples_per_second", "mfu")

@@ -20,6 +20,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_gem.efficiency.counting import tensors_of
 from lightning_gem.efficiency.peaks import Peak
 
+# Name, layer, and what it was given.
+Call = tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]
+
 
 @dataclass(frozen=True)
 class LayerProfile:
@@ -69,36 +72,39 @@ def profile_layers(
         peak: Of the device.
         repetitions: Timed runs of every layer, after one that is not.
     """
-    calls: list[tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]] = []
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    devices = [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
+    # A layer may use parameters of another one. Tables whose optimizer runs in their backward would change.
+    parameters = [p for p in model.parameters() if p.requires_grad and not hasattr(p, "_in_backward_optimizers")]
+    try:
+        with torch.random.fork_rng(devices=devices):
+            return [_profile(*call, parameters, peak, repetitions) for call in _calls(model, forward)]
+    finally:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+
+def _calls(model: nn.Module, forward: Callable[[], Any]) -> list[Call]:
+    """The calls of the layers in a forward pass."""
+    calls: list[Call] = []
     handles = [
         layer.register_forward_pre_hook(
             lambda layer, args, kwargs, name=name: calls.append((name, layer, args, kwargs)), with_kwargs=True
         )
         for name, layer in layers_of(model)
     ]
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    devices = [d for d in {p.device for p in model.parameters()} if d.type == "cuda"]
     try:
-        with torch.random.fork_rng(devices=devices):
-            forward()
-            for handle in handles:
-                handle.remove()
-            # A layer may use parameters of another one. Tables whose optimizer runs in their backward would change.
-            parameters = [
-                p for p in model.parameters() if p.requires_grad and not hasattr(p, "_in_backward_optimizers")
-            ]
-            return [_profile(*call, parameters, peak, repetitions) for call in calls]
+        forward()
     finally:
         for handle in handles:
             handle.remove()
-        for buffer, before in buffers:
-            buffer.copy_(before)
+    return calls
 
 
 def local_mfu(layers: list[LayerProfile], peak: Peak) -> float:
     """MFU of the layers together, weighted by time."""
     seconds = sum(layer.seconds for layer in layers)
-    return sum(layer.flops for layer in layers) / (seconds * peak.bf16 * 1e12) if seconds else 0.0
+    return peak.mfu(sum(layer.flops for layer in layers), seconds) if seconds else 0.0
 
 
 def _profile(
@@ -128,7 +134,7 @@ def _profile(
     seconds = statistics.median(_seconds(run, device) for _ in range(repetitions))
     flops = counter.get_total_flops()
     moved = sum(t.nbytes for t in tensors_of((args, kwargs, out, list(layer.parameters()))))
-    mfu = None if peak is None else flops / (seconds * peak.bf16 * 1e12)
+    mfu = None if peak is None else peak.mfu(flops, seconds)
     return LayerProfile(name, seconds, flops, 3 * moved / 1e9, mfu)
 
 

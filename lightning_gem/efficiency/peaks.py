@@ -23,6 +23,10 @@ class Peak:
     fp8: float | None
     source: str
 
+    def mfu(self, flops: float, seconds: float, devices: int = 1) -> float:
+        """Share of the bfloat16 rate of so many devices that so many FLOPs in so many seconds are."""
+        return flops / (seconds * devices * self.bf16 * 1e12)
+
 
 _HOPPER = "NVIDIA data sheet, half of the rate with sparsity"
 # The driver's names, the most specific first.
