@@ -1,8 +1,5 @@
 """Block attention and rotation as custom ops: compilers, FLOP counters and checkpointing see one op each way."""
 
-import json
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +7,7 @@ import pytest
 import torch
 from block_cases import CASES, exactly, make_case, run_case
 from kernel_cases import assert_close, offsets, qkv, tokens, with_gradients
+from offline import compiled_offline
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
@@ -190,14 +188,7 @@ def test_bad_arguments_are_named():
 @pytest.mark.parametrize("arch", [90, 100])
 def test_shipped_configurations_compile(arch):
     pytest.importorskip("triton")
-    program = subprocess.run(
-        [sys.executable, HERE / "block_offline_compile.py", str(arch)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": str(HERE.parents[1]), "PATH": "/usr/bin:/bin", "HOME": str(Path.home())},
-    )
-    assert program.returncode == 0, program.stderr[-3000:]
-    kernels = [json.loads(line) for line in program.stdout.splitlines()]
+    kernels = compiled_offline(HERE / "block_offline_compile.py", str(arch))
     assert len(kernels) == 4 * 9 + 1 + 9  # and rotations of their own
     for kernel in kernels:
         assert kernel["shared"] <= 232_448, kernel

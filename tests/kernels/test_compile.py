@@ -1,13 +1,10 @@
 """The portable kernels compile for Hopper and Blackwell, without either: within memory, to their instructions."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from offline import compiled_offline
 
 from lightning_gem.kernels.attention.blocks import _shared_bytes, choose_blocks, padded_dim
 
@@ -16,16 +13,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.parametrize(("arch", "instruction"), [(90, "wgmma"), (100, "tcgen05")])
 def test_kernels_compile(arch, instruction):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    output = subprocess.run(
-        [sys.executable, "offline_compile.py", str(arch)],
-        env=environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert output.returncode == 0, output.stderr[-3000:]
-    results = [json.loads(line) for line in output.stdout.splitlines()]
+    results = compiled_offline(Path(__file__).with_name("offline_compile.py"), str(arch))
     assert len(results) > 15
     for result in results:
         assert result["shared"] <= 232_448, result
@@ -41,16 +29,7 @@ def test_hopper_kernels_compile():
     triton = pytest.importorskip("triton")
     if not triton.__version__.startswith("3.6."):
         pytest.skip("the Hopper kernels are written in the Gluon dialect of Triton 3.6")
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    output = subprocess.run(
-        [sys.executable, "offline_gluon.py"],
-        env=environment,
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-    )
-    assert output.returncode == 0, output.stderr[-3000:]
-    results = [json.loads(line) for line in output.stdout.splitlines()]
+    results = compiled_offline(Path(__file__).with_name("offline_gluon.py"))
     assert len(results) == 15
     for result in results:
         assert result["shared"] <= 232_448, result
